@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 _Class = TypeVar("_Class", bound=type)
 
-_DECLARING: set[type] = set()
-"""Classes that name hooks, steps and loaders for others to define."""
+_DECLARING: dict[type, frozenset[str]] = {}
+"""Classes that name hooks, steps and loaders for others to define, each with the names whose bodies count."""
 
 
-def declares_hooks(cls: _Class) -> _Class:
+def declares_hooks(cls: _Class, *, but: Iterable[str] = ()) -> _Class:
     """Let the methods of ``cls`` count as missing where an object inherits them: a class decorator.
 
     For base classes, also of another library, that define every hook, step and loader of a model, a callback or a data
     module with a body that is empty, or raises. :func:`implements` looks at these classes; subclasses aren't among
     them.
 
+    Args:
+        cls: the base class.
+        but: names of methods that have a body for those that define none.
+
     .. versionadded:: 0.2
     """
-    _DECLARING.add(cls)
+    _DECLARING[cls] = frozenset(but)
     return cls
 
 
-def declares(cls: type) -> bool:
-    """Return whether ``cls`` :func:`declares_hooks`, or is a base of a class that does."""
-    return any(issubclass(each, cls) for each in _DECLARING)
+def is_of_framework(cls: type) -> bool:
+    """Return whether ``cls`` comes from a package with a class that :func:`declares_hooks`, or is one's base."""
+    packages = {each.__module__.partition(".")[0] for each in _DECLARING} - {"__main__"}
+    return cls.__module__.partition(".")[0] in packages or any(issubclass(each, cls) for each in _DECLARING)
 
 
 def implements(instance: Any, name: str) -> bool:
@@ -39,7 +45,7 @@ def implements(instance: Any, name: str) -> bool:
     if name in getattr(instance, "__dict__", {}):
         return callable(getattr(instance, name))
     own = getattr(type(instance), name, None)
-    if any(own is vars(cls).get(name) for cls in _DECLARING) and own is not None:
+    if own is not None and any(own is vars(cls).get(name) and name not in but for cls, but in _DECLARING.items()):
         return False
     return callable(getattr(instance, name, None))
 

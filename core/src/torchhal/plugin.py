@@ -37,10 +37,11 @@ HOOKS: Final[Mapping[str, str]] = {
     "cluster_environment": "torchhal_cluster_environments",
     "strategy": "torchhal_strategies",
     "command": "torchhal_commands",
+    "model_adapter": "torchhal_model_adapters",
 }
 """Kind of component -> the hook that contributes components of this kind."""
 
-KINDS: Final = tuple(kind for kind in HOOKS if kind != "command")
+KINDS: Final = tuple(kind for kind in HOOKS if kind not in ("command", "model_adapter"))
 """The kinds that a run is composed of."""
 
 ALIAS_MAX_LENGTH: Final = 64
@@ -160,6 +161,10 @@ class Hookspecs:
     @hookspec
     def torchhal_strategies(self) -> Sequence[Component]:  # type: ignore[empty-body]
         """Return strategies: targets are subclasses of ``torchhal.strategies.Strategy``."""
+
+    @hookspec
+    def torchhal_model_adapters(self) -> Sequence[Component]:  # type: ignore[empty-body]
+        """Return model adapters: targets are subclasses of ``torchhal.adapters.ModelAdapter``."""
 
     @hookspec
     def torchhal_commands(self) -> Sequence[Component]:  # type: ignore[empty-body]

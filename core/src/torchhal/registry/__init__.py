@@ -8,7 +8,7 @@ here imports torch or the module of a component.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar, overload
 
 from torchhal.registry._announced import AutoAccelerators
@@ -68,6 +68,11 @@ def announced_environments() -> tuple[list[RegistryEntry], list[str]]:
 def auto_accelerators() -> AutoAccelerators:
     """See :meth:`Registry.auto_accelerators`."""
     return _default.auto_accelerators()
+
+
+def adapter_of(packages: Collection[str]) -> RegistryEntry | None:
+    """See :meth:`Registry.adapter_of`."""
+    return _default.adapter_of(packages)
 
 
 def find_known(kind: str, alias: str) -> RegistryEntry | None:

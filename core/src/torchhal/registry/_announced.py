@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torchhal.plugin import HOOKS, PROJECT
 from torchhal.registry._declarations import (
+    ADAPT,
     AUTO,
     DETECT,
     NO_DECLARATIONS,
@@ -82,6 +83,17 @@ def asked_environments(announced: Announced, scan: ScanResult) -> tuple[list[Reg
     return sorted(entries, key=lambda entry: entries[entry]), notes
 
 
+def adapting(index: Iterable[IndexedDistribution], packages: Collection[str]) -> Announced:
+    """Return the distributions that declare a model adapter for one of ``packages``, with (package, alias) pairs."""
+    found = []
+    for distribution in index:
+        if f"[{ADAPT}]" not in (distribution.text or ""):
+            continue
+        if pairs := [pair for pair in _declarations(distribution).packages if pair[0] in packages]:
+            found.append((find_plugins(distribution.load()), pairs))
+    return found
+
+
 def automatic(
     index: Iterable[IndexedDistribution], selection: PluginFilter
 ) -> tuple[list[DiscoveredPlugin], list[tuple[str, str, str]]]:
@@ -106,7 +118,8 @@ def automatic(
 
 def _declarations(distribution: IndexedDistribution) -> Declarations:
     text = distribution.text or ""
-    return read_declarations(text) if f"[{DETECT}]" in text or f"[{AUTO}]" in text else NO_DECLARATIONS
+    declares = any(f"[{group}]" in text for group in (DETECT, AUTO, ADAPT))
+    return read_declarations(text) if declares else NO_DECLARATIONS
 
 
 def _may_bring_one(distribution: IndexedDistribution) -> bool:

@@ -1,8 +1,9 @@
 """Read what a distribution's entry_points.txt declares for detection, so that its manifest need not be imported.
 
-Two groups stand beside that of the manifests. In ``torchhal.detect`` an environment variable names the cluster
+Three groups stand beside that of the manifests. In ``torchhal.detect`` an environment variable names the cluster
 environment that it announces; in ``torchhal.auto`` an accelerator names the module without which ``accelerator="auto"``
-can't take it. Both hold for the whole distribution.
+can't take it; in ``torchhal.adapt`` a top-level package names the model adapter of objects whose classes come from it.
+All hold for the whole distribution.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torchhal.plugin import PROJECT, alias_problem
 
 DETECT: Final = f"{PROJECT}.detect"
 AUTO: Final = f"{PROJECT}.auto"
-GROUPS: Final = (PROJECT, DETECT, AUTO)
+ADAPT: Final = f"{PROJECT}.adapt"
+GROUPS: Final = (PROJECT, DETECT, AUTO, ADAPT)
 
 _HEADERS = tuple(f"[{group}]".encode() for group in GROUPS)
 _HAS_GROUP = re.compile(rf"^[ \t]*(?:{'|'.join(re.escape(f'[{group}]') for group in GROUPS)})", re.MULTILINE)
@@ -30,11 +32,13 @@ class Declarations:
     Attributes:
         variables: (environment variable, alias of a cluster environment) pairs, in the file's order.
         modules: (alias of an accelerator, top-level module) pairs.
+        packages: (top-level package, alias of a model adapter) pairs.
         problems: one line for each declaration that can't be used.
     """
 
     variables: tuple[tuple[str, str], ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
+    packages: tuple[tuple[str, str], ...] = ()
     problems: tuple[str, ...] = ()
 
     def announcing(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -75,7 +79,7 @@ def only_declarations_malformed(text: str) -> bool:
     for line in map(str.strip, text.splitlines()):
         if line.startswith("[") and line.endswith("]"):
             group = line[1:-1]
-        elif line and not line.startswith("#") and "=" not in line and group and group not in (DETECT, AUTO):
+        elif line and not line.startswith("#") and "=" not in line and group and group not in (DETECT, AUTO, ADAPT):
             return False
     return True
 
@@ -84,6 +88,7 @@ def read_declarations(text: str) -> Declarations:
     """Return the declarations in the text of an entry_points.txt; a wrong one costs only itself."""
     variables: list[tuple[str, str]] = []
     modules: list[tuple[str, str]] = []
+    packages: list[tuple[str, str]] = []
     problems: list[str] = []
     for name, value in read_group(text, DETECT):
         if not _VARIABLE.fullmatch(name):
@@ -99,13 +104,20 @@ def read_declarations(text: str) -> Declarations:
             problems.append(_problem(AUTO, name, value, "the value must be a top-level module"))
         else:
             modules.append((name, value))
-    return Declarations(tuple(variables), tuple(modules), tuple(problems))
+    for name, value in read_group(text, ADAPT):
+        if not name.isidentifier():
+            problems.append(_problem(ADAPT, name, value, f"{name!r} is no name of a top-level package"))
+        elif reason := alias_problem(value, "model_adapter"):
+            problems.append(_problem(ADAPT, name, value, f"the value must be an alias: {reason}"))
+        else:
+            packages.append((name, value))
+    return Declarations(tuple(variables), tuple(modules), tuple(packages), tuple(problems))
 
 
 def unknown_alias_problem(group: str, name: str, value: str, kind: str, known: set[str]) -> str:
     """Return the problem of a declaration whose alias is not among ``known``, those that the distribution has."""
     has = ", ".join(map(repr, sorted(known))) or "none"
-    alias = value if group == DETECT else name
+    alias = name if group == AUTO else value
     return _problem(
         group,
         name,

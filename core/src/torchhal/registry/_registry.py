@@ -12,14 +12,14 @@ import importlib
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
 from torchhal.errors import AmbiguousAliasError, ComponentError, ConfigurationError, PluginError, UnknownAliasError
 from torchhal.plugin import HOOKS, KINDS, Component
-from torchhal.registry._announced import AutoAccelerators, announced, asked_environments, automatic
+from torchhal.registry._announced import AutoAccelerators, adapting, announced, asked_environments, automatic
 from torchhal.registry._discovery import (
     CORE,
     USER,
@@ -143,6 +143,45 @@ class Registry:
         plugins, missing = automatic(self._indexed(), selection)
         scan = self._read(plugins) if plugins else None
         return AutoAccelerators(self._sorted("accelerator", scan), list(scan.records) if scan else [], missing)
+
+    def adapter_of(self, packages: Collection[str]) -> RegistryEntry | None:
+        """Return the model adapter that is declared for classes of one of ``packages``, or None.
+
+        The manifests of no other distributions are imported.
+
+        Raises:
+            AmbiguousAliasError: several are declared.
+            PluginError: the plugin that declares one can't be used.
+        """
+        self._not_from_a_manifest(f"adapter_of({sorted(packages)!r})")
+        found: dict[str, RegistryEntry] = {}
+        for entry in self._user.values():
+            if entry.kind == "model_adapter" and entry.component.alias in packages:
+                return entry
+        if not (declared := adapting(self._indexed(), packages)):
+            return None
+        scan = self._read([plugin for plugins, _ in declared for plugin in plugins])
+        aliases = {alias for _, pairs in declared for _, alias in pairs}
+        for record in scan.records:
+            found |= {
+                entry.qualified_name: entry
+                for entry in record.components
+                if entry.kind == "model_adapter" and not entry.problem and entry.component.alias in aliases
+            }
+        if len(found) == 1:
+            return next(iter(found.values()))
+        named = " and ".join(sorted(dict.fromkeys(package for _, pairs in declared for package, _ in pairs)))
+        if found:
+            raise AmbiguousAliasError(
+                f"classes of {named} are adapted by {len(found)} plugins, {' and '.join(sorted(found))}: uninstall "
+                "all but one, or exclude them by TORCHHAL_PLUGINS",
+                kind="model_adapter",
+                alias=named,
+                candidates=sorted(found),
+            )
+        if all(record.status == "disabled" for record in scan.records):
+            return None
+        raise PluginError(f"classes of {named} need a model adapter, and {'; '.join(map(str, scan.records))}")
 
     def find_known(self, kind: str, alias: str) -> RegistryEntry | None:
         """Return what :meth:`find` does for a built-in component or a registered class; None where it needs plugins."""

@@ -90,9 +90,11 @@ def dump_checkpoint(run: Run, *, weights_only: bool = False) -> dict[str, Any]:
         datamodule = run.datamodule
         if datamodule is not None and hasattr(datamodule, "state_dict"):
             checkpoint[type(datamodule).__qualname__] = datamodule.state_dict()
+    if (adapter := run.adapters.of(module)) is not None:
+        adapter.on_save_checkpoint(checkpoint)
     for callback in run.callbacks:
         if implements(callback, "on_save_checkpoint"):
-            callback.on_save_checkpoint(run.trainer, module, checkpoint)
+            run.adapters.bind_callback(callback, "on_save_checkpoint")(run.trainer, module, checkpoint)
     if implements(module, "on_save_checkpoint"):
         module.on_save_checkpoint(checkpoint)
     sharded = "sharded" in strategy.checkpoint_io.features
@@ -139,7 +141,7 @@ def read_checkpoint(run: Run, path: str) -> dict[str, Any]:
     check_weights(checkpoint, path)
     for callback in run.callbacks:
         if implements(callback, "on_load_checkpoint"):
-            callback.on_load_checkpoint(run.trainer, module, checkpoint)
+            run.adapters.bind_callback(callback, "on_load_checkpoint")(run.trainer, module, checkpoint)
     if implements(module, "on_load_checkpoint"):
         module.on_load_checkpoint(checkpoint)
     check_weights(checkpoint, path)

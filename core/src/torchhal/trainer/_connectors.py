@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -38,8 +39,16 @@ def make_loggers(logger: Any, root: str) -> list[Any]:
     return loggers
 
 
+_KINDS: Mapping[type, str] = {
+    ModelCheckpoint: "checkpoint",
+    ModelSummary: "model_summary",
+    ProgressBar: "progress_bar",
+}
+
+
 def make_callbacks(
     callbacks: Any,
+    kind_of_foreign: Callable[[Any], str | None],
     *,
     checkpointing: bool | None = None,
     progress_bar: bool = False,
@@ -47,6 +56,8 @@ def make_callbacks(
     fast_dev_run: bool = False,
 ) -> list[Any]:
     """``callbacks=`` and the default ones that are switched on and not among them; checkpoints come last.
+
+    ``kind_of_foreign`` says which of the default ones a callback of another framework stands in for.
 
     Raises:
         ConfigurationError: what is no callback; a ModelCheckpoint where ``checkpointing`` was switched off (False).
@@ -59,23 +70,28 @@ def make_callbacks(
         if isinstance(callback, type) or not (isinstance(callback, Callback) or hasattr(callback, "on_train_start")):
             make = f": make an object, {callback.__name__}(...)" if isinstance(callback, type) else ""
             raise ConfigurationError(f"'callbacks' must be a Callback or several (got {callback!r}){make}")
-    if checkpointing is False and (savers := [c for c in chosen if isinstance(c, ModelCheckpoint)]):
+    if checkpointing is False and (savers := [c for c in chosen if _saves(c, kind_of_foreign)]):
         raise ConfigurationError(
             f"'enable_checkpointing' is False, but 'callbacks' holds a {type(savers[0]).__name__}: leave one out"
         )
     for wanted, kind in ((model_summary, ModelSummary), (progress_bar, ProgressBar), (checkpointing, ModelCheckpoint)):
-        if wanted and not any(isinstance(callback, kind) for callback in chosen):
+        given = (isinstance(callback, kind) or kind_of_foreign(callback) == _KINDS[kind] for callback in chosen)
+        if wanted and not any(given):
             chosen.append(kind())
     if fast_dev_run:  # nothing is kept of a trial run
-        chosen = [callback for callback in chosen if not isinstance(callback, ModelCheckpoint)]
+        chosen = [callback for callback in chosen if not _saves(callback, kind_of_foreign)]
     keys = [str(callback.state_key) for callback in chosen if isinstance(callback, ModelCheckpoint)]
     if twice := {key for key in keys if keys.count(key) > 1}:
         raise ConfigurationError(
             f"'callbacks' must not hold two ModelCheckpoints that differ in nothing (got {', '.join(sorted(twice))} "
             "twice): each would resume with the other's files"
         )
-    savers = [callback for callback in chosen if isinstance(callback, ModelCheckpoint)]
+    savers = [callback for callback in chosen if _saves(callback, kind_of_foreign)]
     return [callback for callback in chosen if callback not in savers] + savers
+
+
+def _saves(callback: Any, kind_of_foreign: Callable[[Any], str | None]) -> bool:
+    return isinstance(callback, ModelCheckpoint) or kind_of_foreign(callback) == "checkpoint"
 
 
 def check_model(model: Any) -> Any:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from torchhal._overrides import declares
+from torchhal._overrides import is_of_framework
 from torchhal.errors import ModelError
 from torchhal.module import ModuleHooks
 from torchhal.strategies._hooks import StrategyHooks
@@ -61,8 +61,6 @@ _DATA: Final = frozenset(
     {"prepare_data", "setup", "teardown", "state_dict", "load_state_dict", *LOADER_HOOKS.values()}
     | {"on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"}
 )
-_LIBRARIES: Final = ("torch", "torchhal", "lightning", "pytorch_lightning")
-"""Packages whose classes define hooks to override; their names are not users' mistakes."""
 _ENDINGS: Final = ("_step", "_epoch_end", "_dataloader")
 _SAME_WORD: Final[Mapping[str, str]] = {
     "val": "validation",
@@ -151,7 +149,7 @@ def _own_methods(owner: Any) -> Iterator[str]:
     if owner is None:
         return
     for cls in type(owner).__mro__:
-        if declares(cls) or cls.__module__.partition(".")[0] in _LIBRARIES:
+        if is_of_framework(cls) or cls.__module__.partition(".")[0] == "torch":
             continue
         yield from (name for name, value in vars(cls).items() if callable(value) and not name.startswith("_"))
     yield from (name for name, value in vars(owner).items() if inspect.isroutine(value) and not name.startswith("_"))

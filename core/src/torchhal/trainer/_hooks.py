@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torchhal._overrides import implements
+from torchhal.trainer._adapters import Adapters
 from torchhal.trainer._call_signatures import adapt_batch_hook
 from torchhal.trainer._run_part import RunPart
 
@@ -23,6 +24,7 @@ class HookContext(Protocol):
 
     module: Any
     callbacks: list[Any]
+    adapters: Adapters
     current_hook: str | None
 
     @property
@@ -64,12 +66,13 @@ class Hooks(RunPart[HookContext]):
             bound = self._bound[name] = ([], [])
             for callback in self.run.callbacks:
                 if implements(callback, name):
-                    bound[_comes_after(callback, name)].append(self._made(name, getattr(callback, name)))
+                    after = _comes_after(callback, name, self.run.adapters.kind_of_callback(callback))
+                    bound[after].append(self._made(name, self.run.adapters.bind_callback(callback, name)))
         return bound
 
     def of_module(self, name: str) -> Callable[..., Any] | None:
-        own = module_hook(self.run.module, name)
-        return None if own is None else self._made(name, own)
+        run = self.run
+        return self._made(name, run.adapters.bind_model(run.module, name)) if implements(run.module, name) else None
 
     def _made(self, name: str, body: Callable[..., Any]) -> Callable[..., Any]:
         return body if self._around is None else self._around(name, body)
@@ -128,7 +131,8 @@ class Hooks(RunPart[HookContext]):
         return any(self.around_module(name)) or self.of_module(name) is not None
 
 
-def _comes_after(callback: Any, name: str) -> bool:
-    """Return whether ``callback`` is called after the model in the hook ``name``."""
-    monitors = name.endswith("_epoch_end") and getattr(callback, "monitors", False)
-    return bool(monitors or getattr(callback, "runs_after_module", False))
+def _comes_after(callback: Any, name: str, kind: str | None) -> bool:
+    """Return whether ``callback``, which stands in for one of ``kind``, is called after the model in the hook."""
+    monitors = kind in ("checkpoint", "early_stopping") or getattr(callback, "monitors", False)
+    after = kind == "checkpoint" or getattr(callback, "runs_after_module", False)
+    return bool((monitors and name.endswith("_epoch_end")) or after)

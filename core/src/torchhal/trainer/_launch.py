@@ -85,7 +85,7 @@ def pack_worker_result(run: Run, result: Any) -> dict[str, Any]:
 
 def apply_worker_result(run: Run, answer: dict[str, Any]) -> Any:
     if hasattr(type(run.module), "trainer"):
-        run.module.trainer = run.trainer
+        run.module.trainer = run.adapters.trainer_for(run.module)
     run.strategy.connect(run.module)
     run.progress.load_state_dict(answer["loop"])
     run.log_dir, run.run_id = answer["log_dir"], answer["run_id"]

@@ -347,21 +347,27 @@ class TrainerProperties:
         self.loggers = [] if logger in (None, False) else [logger]
 
     @property
-    def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
-        return self._run.checkpoint_callbacks
+    def checkpoint_callbacks(self) -> list[Any]:
+        """The callbacks that save checkpoints, those of other frameworks included."""
+        return self._of_kind(ModelCheckpoint, "checkpoint")
 
     @property
-    def checkpoint_callback(self) -> ModelCheckpoint | None:
+    def checkpoint_callback(self) -> Any:
         return next(iter(self.checkpoint_callbacks), None)
 
     @property
-    def early_stopping_callbacks(self) -> list[EarlyStopping]:
-        return self._run.early_stopping_callbacks
+    def early_stopping_callbacks(self) -> list[Any]:
+        """The callbacks that end the fit by a metric, those of other frameworks included."""
+        return self._of_kind(EarlyStopping, "early_stopping")
 
     @property
-    def early_stopping_callback(self) -> EarlyStopping | None:
+    def early_stopping_callback(self) -> Any:
         return next(iter(self.early_stopping_callbacks), None)
 
     @property
-    def progress_bar_callback(self) -> ProgressBar | None:
-        return self._run.progress_bar_callback
+    def progress_bar_callback(self) -> Any:
+        return next(iter(self._of_kind(ProgressBar, "progress_bar")), None)
+
+    def _of_kind(self, own: type, kind: str) -> list[Any]:
+        adapters = self._run.adapters
+        return [each for each in self.callbacks if isinstance(each, own) or adapters.kind_of_callback(each) == kind]

@@ -190,9 +190,9 @@ def run_stage(run: Run, loop: FitLoop, fn: str) -> Any:
 def begin_call(run: Run, loop: FitLoop, fn: str) -> None:
     module, datamodule = run.module, run.datamodule
     if hasattr(type(module), "trainer"):
-        module.trainer = run.trainer
+        module.trainer = run.adapters.trainer_for(module)
     if datamodule is not None:
-        datamodule.trainer = run.trainer
+        datamodule.trainer = run.adapters.trainer_for(datamodule)
     run.results.module = module
     run.results.clear()
     loop.optimization = None
@@ -224,7 +224,7 @@ def set_up(run: Run, loop: FitLoop, fn: str, ckpt_path: Any, on_refusal: ExitSta
         on_refusal.callback(begin_anew(run.callbacks, run.trainer_id))
     for callback in run.callbacks:
         if implements(callback, "setup"):
-            callback.setup(run.trainer, module, fn)
+            run.adapters.bind_callback(callback, "setup")(run.trainer, module, fn)
     for owner in (datamodule, module):
         if implements(owner, "setup"):
             owner.setup(fn)
@@ -282,7 +282,7 @@ def add_model_callbacks(run: Run) -> None:
         )
     replaced = {type(callback) for callback in own}
     kept = [callback for callback in run.callbacks if type(callback) not in replaced]
-    run.callbacks = make_callbacks([*kept, *own])
+    run.callbacks = make_callbacks([*kept, *own], run.adapters.kind_of_callback)
     run.sources.callbacks_asked_of = run.module
 
 
@@ -378,7 +378,7 @@ def report_failure(run: Run, error: BaseException) -> BaseException:
         if not implements(callback, "on_exception"):
             continue
         try:
-            callback.on_exception(run.trainer, run.module, raised)
+            run.adapters.bind_callback(callback, "on_exception")(run.trainer, run.module, raised)
         except Exception:  # the first error is raised
             _log.exception("%s.on_exception failed", type(callback).__name__)
     run.phases.fail(raised)
@@ -401,7 +401,8 @@ def tear_down_hooks(run: Run, fn: str, *, failed: bool = False) -> None:
     for owner, given in calls:
         try:
             if implements(owner, "teardown"):
-                owner.teardown(*given)
+                teardown = run.adapters.bind_callback(owner, "teardown") if len(given) > 1 else owner.teardown
+                teardown(*given)
         except Exception as error:
             if failed or first is not None:
                 _log.exception("%s.teardown failed too", type(owner).__name__)

@@ -9,6 +9,7 @@ from torch import nn
 
 from torchhal.resolve import Plan
 from torchhal.strategies import Strategy
+from torchhal.trainer._adapters import Adapters
 from torchhal.trainer._frozen_parameters import FrozenParameters
 from torchhal.trainer._hooks import Hooks
 from torchhal.trainer._phases import Phases
@@ -47,7 +48,7 @@ class Run(RunSettings, RunOutput):
         state: the function, stage and status of the current call.
         enable_checkpointing: False if the user has disabled ModelCheckpoint.
         should_stop: whether the end of the fit was requested; ranks agree on it between two steps.
-        current_hook: the hook that is running, which decides what ``self.log`` does by default.
+        adapters: those of the objects that were written for another framework.
         ckpt_path: the checkpoint that the current call has loaded, or None.
         log_dir: the folder of the first logger, the same on every rank; None without a logger, and before a run.
         num_nodes: machines that take part; None where the launcher decides.
@@ -73,11 +74,12 @@ class Run(RunSettings, RunOutput):
         self.progress = FitProgress()
         self.loggers: list[Any] = []
         self.callbacks: list[Any] = []
+        self.adapters = Adapters(self)
         self.hooks = Hooks(self)
         self.phases = Phases(self)
         self.enable_checkpointing: bool | None = True
         self.should_stop = False
-        self.current_hook: str | None = None
+        self._current_hook: str | None = None
         self.ckpt_path: str | None = None
         self.log_dir: str | None = None
         self.trainer_id = new_run_id()
@@ -96,6 +98,16 @@ class Run(RunSettings, RunOutput):
         self.results = Results(self.strategy)
         self.progress.accumulate = self.progress.asked_accumulate = self.accumulate_grad_batches
         self.settled = True
+
+    @property
+    def current_hook(self) -> str | None:
+        """The hook or step that is running, which decides what ``self.log`` does by default."""
+        return self._current_hook
+
+    @current_hook.setter
+    def current_hook(self, name: str | None) -> None:
+        self._current_hook = name
+        self.adapters.follow_hook(name)
 
     @property
     def trainer(self) -> Any:
@@ -170,4 +182,4 @@ class Run(RunSettings, RunOutput):
             return
         self.module = self.results.module = module
         if hasattr(type(module), "trainer"):
-            module.trainer = self.trainer
+            module.trainer = self.adapters.trainer_for(module)

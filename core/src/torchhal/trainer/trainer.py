@@ -186,6 +186,7 @@ class Trainer(TrainerProperties):
         self.loggers = make_loggers(logger, self.default_root_dir)
         self.callbacks = make_callbacks(
             callbacks,
+            self._run.adapters.kind_of_callback,
             checkpointing=None if self.fast_dev_run else enable_checkpointing,
             progress_bar=enable_progress_bar,
             model_summary=enable_model_summary,
@@ -257,6 +258,7 @@ class Trainer(TrainerProperties):
             ModelError: the model or its data lack something.
             RankFailedError: a process failed; the message starts with its traceback.
         """
+        self._prepare(model)
         check_can_fit(self._run, check_model(model))
         if hasattr(train_dataloaders, "train_dataloader"):
             check_no_second(datamodule, "train_dataloaders", train_dataloaders)
@@ -323,11 +325,17 @@ class Trainer(TrainerProperties):
         result: list[Any] | None = self._evaluate("predict", model, sources, datamodule, ckpt_path, False)
         return result
 
+    def _prepare(self, model: Any) -> None:
+        """Let the framework that ``model`` was written for prepare it."""
+        if (adapter := self._run.adapters.of(model)) is not None:
+            adapter.prepare_model(model)
+
     def _evaluate(
         self, fn: str, model: Any, sources: DataSources, datamodule: Any, ckpt_path: Any, verbose: bool
     ) -> Any:
         arguments.check_bool("verbose", verbose)
         model = self.module if model is None else check_model(model)
+        self._prepare(model)
         if model is None:
             raise ModelError(f"{fn} needs a model: pass one, or fit one with this Trainer first")
         given = getattr(sources, fn)

@@ -131,7 +131,9 @@ class Optimization(RunPart[Run]):
 
     def wrap_optimizers(self) -> None:
         """Follow the strategy's list of optimizers, which a callback may change while training."""
-        self.wrapped = [WrappedOptimizer(optimizer, self) for optimizer in self.optimizers]
+        self.wrapped: list[Any] = [WrappedOptimizer(optimizer, self) for optimizer in self.optimizers]
+        if (adapter := self.run.adapters.of(self.module)) is not None:
+            self.wrapped = list(map(adapter.wrap_optimizer, self.wrapped))
         self.closures = {id(optimizer): needs_closure(optimizer) for optimizer in self.optimizers}
         strategy = self.strategy
         if self.automatic and ("owns_step" in strategy.features or overrides(strategy, Strategy, "optimizer_step")):

@@ -1,0 +1,97 @@
+"""Let models, data modules and callbacks that were written for another framework run under a Trainer.
+
+A distribution names in its metadata the packages whose classes it adapts, and the adapter::
+
+    [project.entry-points."torchhal.adapt"]
+    acme = "acme"            # package of the base classes = alias of the model adapter
+
+    [project.entry-points.torchhal]
+    acme = "torchhal_acme._plugin"   # whose torchhal_model_adapters() returns Component("acme", "torchhal_acme:Acme")
+
+It is imported when a Trainer is given an object one of whose classes, or base classes, comes from such a package.
+
+.. versionadded:: 0.2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torchhal._overrides import declares_hooks, implements
+from torchhal.trainer._run_part import RunPart
+from torchhal.trainer.run import Run
+
+__all__ = ["ModelAdapter", "declares_hooks", "implements"]
+
+
+class ModelAdapter(RunPart[Run]):
+    """Gives the objects of one framework what they expect of a Trainer. A Trainer has one object of each class.
+
+    The constructor marks the framework's base classes with :func:`declares_hooks`, so that hooks, steps and loaders
+    that they merely name count as missing.
+
+    Args:
+        run: state of the Trainer.
+    """
+
+    @property
+    def trainer(self) -> Any:
+        """What the framework's objects get for the Trainer: as ``module.trainer``, and as the argument of hooks."""
+        return self.run.trainer
+
+    def prepare_model(self, model: Any) -> None:
+        """Prepare a model of the framework, before the Trainer looks at it for the first time.
+
+        Args:
+            model: as it was given to fit, validate, test or predict.
+        """
+
+    def follow_hook(self, name: str | None) -> None:
+        """Called in each process when another hook or step begins, and with None when none runs.
+
+        Args:
+            name: such as ``"training_step"``.
+        """
+
+    def kind_of_callback(self, callback: Any) -> str | None:
+        """Return what a callback of the framework stands in for: then the Trainer's own is not added.
+
+        Args:
+            callback: one of the framework's.
+
+        Returns:
+            ``"checkpoint"``, ``"early_stopping"``, ``"progress_bar"`` or ``"model_summary"``; the first two are called
+            after the model's hooks at the end of an epoch. None for any other.
+        """
+        return None
+
+    def wrap_optimizer(self, optimizer: Any) -> Any:
+        """Return the object by which a model of the framework steps an optimizer.
+
+        Args:
+            optimizer: with the methods ``step(closure)`` and ``zero_grad()`` and the attribute ``optimizer``, torch's.
+        """
+        return optimizer
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what the framework reads from a checkpoint of one of its models, on every rank.
+
+        Args:
+            checkpoint: of the Trainer, before the hooks of callbacks and model.
+        """
+
+    def bind_model(self, model: Any, name: str) -> Callable[..., Any]:
+        """Return the hook ``name`` of a model of the framework, called with the arguments of a Trainer's."""
+        body: Callable[..., Any] = getattr(model, name)
+        return body
+
+    def bind_callback(self, callback: Any, name: str) -> Callable[..., Any]:
+        """Return the hook ``name`` of a callback of the framework, called with (trainer, module, ...)."""
+        body: Callable[..., Any] = getattr(callback, name)
+
+        def with_own_trainer(_: Any, *args: Any, **kwargs: Any) -> Any:
+            return body(self.trainer, *args, **kwargs)
+
+        with_own_trainer.__wrapped__ = body  # type: ignore[attr-defined]
+        return with_own_trainer

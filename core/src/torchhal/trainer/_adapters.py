@@ -1,0 +1,74 @@
+"""Find the adapter of each object that was written for another framework, and act through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torchhal import registry
+from torchhal.trainer._run_part import RunPart
+
+if TYPE_CHECKING:
+    from torchhal.adapters import ModelAdapter
+
+_OWN = frozenset({"abc", "builtins", "collections", "torch", "torchhal", "typing", "__main__"})
+"""Packages whose classes are nobody's to adapt."""
+
+
+class Adapters(RunPart[Any]):
+    """The model adapters of a run, made when an object first asks for one."""
+
+    def __init__(self, run: Any) -> None:
+        super().__init__(run)
+        self._by_class: dict[type, ModelAdapter | None] = {}
+        self._made: dict[type, ModelAdapter] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_by_class": {}, "_made": {}}  # each process makes its own
+
+    def of(self, owner: Any) -> ModelAdapter | None:
+        """Return the adapter of a model, data module, callback or logger; None for one that needs none."""
+        cls = type(owner)
+        if cls not in self._by_class:
+            self._by_class[cls] = self._find(cls)
+        return self._by_class[cls]
+
+    def _find(self, cls: type) -> ModelAdapter | None:
+        packages = {base.__module__.partition(".")[0] for base in cls.__mro__} - _OWN
+        if not packages:
+            return None
+        entry = registry.adapter_of(packages)
+        if entry is None:
+            return None
+        kind = entry.load()
+        if kind not in self._made:
+            self._made[kind] = kind(self.run)
+        return self._made[kind]
+
+    def trainer_for(self, owner: Any) -> Any:
+        """Return the Trainer as ``owner`` expects it."""
+        adapter = self.of(owner)
+        return self.run.trainer if adapter is None else adapter.trainer
+
+    def bind_model(self, model: Any, name: str) -> Callable[..., Any]:
+        """Return the hook ``name`` of a model."""
+        adapter = self.of(model)
+        body: Callable[..., Any] = getattr(model, name) if adapter is None else adapter.bind_model(model, name)
+        return body
+
+    def bind_callback(self, callback: Any, name: str) -> Callable[..., Any]:
+        """Return the hook ``name`` of a callback, called with (trainer, module, ...)."""
+        adapter = self.of(callback)
+        body: Callable[..., Any] = getattr(callback, name) if adapter is None else adapter.bind_callback(callback, name)
+        return body
+
+    def kind_of_callback(self, callback: Any) -> str | None:
+        """Return which of the Trainer's own callbacks one of another framework stands in for, if any."""
+        adapter = self.of(callback)
+        return None if adapter is None else adapter.kind_of_callback(callback)
+
+    def follow_hook(self, name: str | None) -> None:
+        """Tell the adapter of the running model which hook or step begins."""
+        if self._made:
+            for adapter in self._made.values():
+                adapter.follow_hook(name)

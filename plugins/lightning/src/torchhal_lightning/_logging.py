@@ -1,0 +1,72 @@
+"""What ``self.log`` of a LightningModule writes to: the results of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchhal.trainer.run import Run
+
+
+class ResultsView:
+    """``trainer._results``."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    @property
+    def dataloader_idx(self) -> int | None:
+        return self._run.results.dataloader_idx
+
+    @dataloader_idx.setter
+    def dataloader_idx(self, index: int | None) -> None:
+        self._run.results.dataloader_idx = index
+
+    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
+        """Do nothing: the loops begin an epoch themselves."""
+
+    def log(
+        self,
+        fx: str,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool = False,
+        on_epoch: bool = True,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_fn: Any = None,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Record one value; without ``sync_dist`` too, values of an epoch are those of all ranks."""
+        self._run.results.log(
+            name, value, fx, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist or None, add_dataloader_idx,
+            batch_size, metric_attribute, rank_zero_only,
+        )  # fmt: skip
+
+
+class LoggerConnectorView:
+    """``trainer._logger_connector``."""
+
+    _current_fx: str | None = None
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def should_reset_tensors(self, fx: str) -> bool:
+        return False
+
+    @property
+    def should_update_logs(self) -> bool:
+        """Whether this step's values go to the loggers."""
+        run = self._run
+        return (run.global_step + 1) % run.log_every_n_steps == 0 or run.should_stop
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        for logger in self._run.loggers:
+            logger.log_metrics(metrics, self._run.global_step if step is None else step)

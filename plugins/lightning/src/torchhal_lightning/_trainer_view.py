@@ -1,0 +1,87 @@
+"""The Trainer as LightningModules, LightningDataModules and Lightning's callbacks and loggers expect it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from torchhal.trainer.run import Run
+from torchhal_lightning._logging import LoggerConnectorView, ResultsView
+from torchhal_lightning._loop_views import FitLoopView
+from torchhal_lightning._strategy_view import PrecisionView, StrategyView
+from torchhal_lightning._words import StateView
+
+_OWN = frozenset({"_run", "_logger_connector", "_results", "fit_loop"})
+
+
+class TrainerView:
+    """One run under Lightning's names; what isn't named here is the Trainer's own.
+
+    Args:
+        run: of the Trainer, which isn't kept alive.
+    """
+
+    barebones = False
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._results = ResultsView(run)
+        self._logger_connector = LoggerConnectorView(run)
+        self.fit_loop = FitLoopView(run)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(vars(self)["_run"].trainer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        elif name in ("training", "validating", "testing", "predicting", "sanity_checking"):
+            self._run.state.stage = _STAGES[name] if value else None
+        else:
+            setattr(self._run.trainer, name, value)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Trainer's view of a run can't be pickled: the run is in one process")
+
+    # -- parts -----------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> StateView:
+        return StateView(self._run)
+
+    @property
+    def strategy(self) -> StrategyView:
+        return StrategyView(self._run)
+
+    @property
+    def precision_plugin(self) -> PrecisionView:
+        return PrecisionView(self._run)
+
+    @property
+    def _accelerator_connector(self) -> Any:
+        return SimpleNamespace(is_distributed=self._run.world_size > 1)
+
+    @property
+    def lightning_module(self) -> Any:
+        return self._run.module
+
+    # -- folders -------------------------------------------------------------------------------------------------
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of the first logger; the root folder without one."""
+        run = self._run
+        if not run.loggers:
+            return run.default_root_dir
+        return run.log_dir if run.log_dir is not None else getattr(run.loggers[0], "save_dir", None)
+
+
+_STAGES = {
+    "training": "train",
+    "validating": "validate",
+    "testing": "test",
+    "predicting": "predict",
+    "sanity_checking": "sanity_check",
+}

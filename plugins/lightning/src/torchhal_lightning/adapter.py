@@ -1,0 +1,96 @@
+"""Adapt LightningModules, LightningDataModules and Lightning's callbacks to torchhal's Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchhal.adapters import ModelAdapter, declares_hooks
+from torchhal.trainer.run import Run
+from torchhal_lightning import _trees as trees
+from torchhal_lightning._trainer_view import TrainerView
+
+_BASES = ("LightningModule", "LightningDataModule", "Callback")
+_WITH_BODY = ("predict_step",)
+"""Methods of LightningModule that work where a subclass has none."""
+_KINDS = {
+    "checkpoint": "callbacks.Checkpoint",
+    "early_stopping": "callbacks.EarlyStopping",
+    "progress_bar": "callbacks.ProgressBar",
+    "model_summary": "callbacks.ModelSummary",
+}
+
+
+class LightningAdapter(ModelAdapter):
+    """Modules, data modules, callbacks and loggers of ``lightning.pytorch`` and ``pytorch_lightning``.
+
+    Args:
+        run: state of the Trainer.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._view: TrainerView | None = None
+        self._hook_of: Any = None
+        self._declare()
+
+    def _declare(self) -> None:
+        for name in _BASES:
+            for base in trees.classes(name):
+                for cls in base.__mro__:
+                    if cls.__module__.partition(".")[0] in trees.PACKAGES:
+                        declares_hooks(cls, but=_WITH_BODY)
+
+    @property
+    def trainer(self) -> TrainerView:
+        if self._view is None:
+            self._view = TrainerView(self.run)
+        return self._view
+
+    def prepare_model(self, model: Any) -> None:
+        self._declare()  # the other tree may have been imported since
+        self._hook_of = vars(model) if trees.root_of(model) else None
+
+    def follow_hook(self, name: str | None) -> None:
+        if self._hook_of is not None:
+            self._hook_of["_current_fx_name"] = name
+
+    def kind_of_callback(self, callback: Any) -> str | None:
+        return next((kind for kind, path in _KINDS.items() if isinstance(callback, trees.classes(path))), None)
+
+    def bind_model(self, model: Any, name: str) -> Callable[..., Any]:
+        body = super().bind_model(model, name)
+        return _with_loss_in_a_dict(body, 0) if name == "on_train_batch_end" else body
+
+    def bind_callback(self, callback: Any, name: str) -> Callable[..., Any]:
+        body = super().bind_callback(callback, name)
+        return _with_loss_in_a_dict(body, 2) if name == "on_train_batch_end" else body
+
+    def wrap_optimizer(self, optimizer: Any) -> Any:
+        """Return an object that passes for Lightning's wrapper, and for the optimizer."""
+        (lightning_optimizer,) = trees.classes("core.optimizer.LightningOptimizer")[:1]
+        kind = type(optimizer)
+        torchs = type(optimizer.optimizer)
+        cls = type(f"Lightning{torchs.__name__}", (kind, lightning_optimizer, torchs), {"optimizer": None})
+        wrapped = object.__new__(cls)
+        vars(wrapped).update(vars(optimizer))
+        return wrapped
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        tree = next(trees.imported())
+        checkpoint["pytorch-lightning_version"] = tree.__version__
+
+
+def _with_loss_in_a_dict(hook: Callable[..., Any], position: int) -> Callable[..., Any]:
+    """Return ``hook``, called with the dict that Lightning makes of a loss, and of none."""
+
+    def call(*args: Any) -> Any:
+        output = args[position]
+        if isinstance(output, torch.Tensor):
+            output = {"loss": output}
+        return hook(*args[:position], {} if output is None else output, *args[position + 1 :])
+
+    call.__wrapped__ = hook  # type: ignore[attr-defined]
+    return call

@@ -1,0 +1,81 @@
+"""A LightningModule under torchhal's Trainer does what it does under Lightning's: losses, metrics, hooks, step by step."""
+
+import pytest
+import torch
+from lightning_models import dataset, fit, made, models
+from torch.utils.data import DataLoader
+
+import torchhal
+
+NAMES = (
+    "Plain", "Scheduled", "Plateau", "Manual", "ManualOne", "OwnStep", "OwnHooks", "Skips", "Everything",
+    "ClosureInside", "LogsEverywhere", "WithMetric",
+)  # fmt: skip
+
+
+def same(mine, theirs, but=()):
+    """Fail unless two modules noted the same."""
+    mine, theirs = ([note for note in module.notes if note[0] not in but] for module in (mine, theirs))
+    for number, (one, other) in enumerate(zip(mine, theirs, strict=False)):
+        if one[0] != "epoch":
+            assert one == other, f"note {number}"
+            continue
+        assert [key for key, _ in one[1]] == [key for key, _ in other[1]]
+        for (key, value), (_, reference) in zip(one[1], other[1], strict=True):
+            assert value == pytest.approx(reference, rel=1e-6), key  # a sum in another precision
+    assert len(mine) == len(theirs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fit(pl, name):
+    cls = models(pl)[name]
+    theirs, mine = made(cls), made(cls)
+    reference = fit(pl.Trainer, theirs)
+    trainer = fit(torchhal.Trainer, mine)
+    same(mine, theirs)
+    assert {k: v.item() for k, v in trainer.callback_metrics.items()} == pytest.approx(
+        {k: v.item() for k, v in reference.callback_metrics.items()}
+    )
+    for key, value in theirs.state_dict().items():
+        assert torch.equal(mine.state_dict()[key], value), key
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_grad_batches": 4},
+        {"gradient_clip_val": 0.1},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        {"val_check_interval": 2},
+        {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0},
+        {"max_steps": 10},
+        {"limit_train_batches": 3, "limit_val_batches": 1},
+        {"fast_dev_run": True},
+        {"precision": "bf16-mixed"},
+        {"precision": "64-true"},
+    ],
+    ids=str,
+)
+def test_arguments(pl, options):
+    cls = models(pl)["Plain"]
+    theirs, mine = made(cls), made(cls)
+    fit(pl.Trainer, theirs, **options)
+    fit(torchhal.Trainer, mine, **options)
+    same(mine, theirs)
+
+
+def test_evaluation_and_prediction(pl):
+    cls = models(pl)["Plain"]
+    results = []
+    for trainer_of in (pl.Trainer, torchhal.Trainer):
+        module = made(cls)
+        module.forward = lambda batch, module=module: module.body(batch[0])
+        trainer = fit(trainer_of, module)
+        loader = DataLoader(dataset(16, 9), 8)
+        validated = trainer.validate(module, loader, verbose=False)
+        tested = trainer.test(module, loader, verbose=False)
+        predicted = trainer.predict(module, loader)
+        results.append((validated, tested, torch.cat(predicted).tolist()))
+    assert results[0][0] == [pytest.approx(each) for each in results[1][0]]
+    assert results[0][1] == [pytest.approx(each) for each in results[1][1]]
+    assert results[0][2] == results[1][2]
