@@ -1,10 +1,10 @@
 """A strategy that averages gradients itself trains as ddp does, with what its base class gives it."""
 
-import engine_training
+import averaging_training
 import parity_models
 import pytest
 import torch
-from engine_training import Manual, ReadsBuffers, Unused
+from averaging_training import Manual, ReadsBuffers, Unused
 from parity_models import Perceptron
 from torch.utils.data import DataLoader
 
@@ -35,7 +35,7 @@ KINDS = {"own": AveragesAfterBackward, "ddp": DDPStrategy}
 
 
 def fit(kind, model, options=None, **arguments):
-    return engine_training.fit(KINDS[kind](**arguments), model(), **(options or {}))
+    return averaging_training.fit(KINDS[kind](**arguments), model(), **(options or {}))
 
 
 def parity(name):
@@ -112,7 +112,7 @@ def test_several_passes_through_one_graph(world2, kind, model, accumulate):
 
 
 def unused(allowed):
-    return engine_training.error_of(fit, "own", Unused, find_unused_parameters=allowed)
+    return averaging_training.error_of(fit, "own", Unused, find_unused_parameters=allowed)
 
 
 def test_unused_parameters_are_named(world2):
@@ -151,7 +151,7 @@ def test_pauses_nest(world2):
 def test_a_world_of_one_averages_nothing():
     model = Perceptron()
     strategy = AveragesAfterBackward()
-    Trainer(strategy=strategy, **{**engine_training.QUIET, "devices": 1}, max_epochs=1, enable_checkpointing=False).fit(
-        model, DataLoader(model.dataset(), batch_size=4)
-    )
+    Trainer(
+        strategy=strategy, **{**averaging_training.QUIET, "devices": 1}, max_epochs=1, enable_checkpointing=False
+    ).fit(model, DataLoader(model.dataset(), batch_size=4))
     assert strategy.no_backward_sync() is None and len(model.losses) == 12

@@ -6,7 +6,7 @@ import random
 
 import colossalai_training as training
 import torch
-from engine_training import ReadsBuffers
+from averaging_training import ReadsBuffers
 from parity_models import Perceptron
 from torch import nn
 from torch.nn import functional as F

@@ -2,9 +2,9 @@
 
 from datetime import timedelta
 
-import engine_training
+import averaging_training
 import torch
-from engine_training import QUIET, Manual
+from averaging_training import QUIET, Manual
 from parity_models import Convolution, Perceptron
 from torch import nn
 from torch.nn import functional as F
@@ -39,7 +39,7 @@ STRATEGIES = {
 def fit(strategy, model, **options):
     """Train and return the weights, with the losses of this rank."""
     made = STRATEGIES[strategy]() if isinstance(strategy, str) else strategy
-    return engine_training.fit(made, model, **options)
+    return averaging_training.fit(made, model, **options)
 
 
 def train(strategy, name, options=None):
@@ -48,7 +48,7 @@ def train(strategy, name, options=None):
 
 def error_of(strategy, name, options=None):
     """Train and return the error."""
-    return engine_training.error_of(train, strategy, name, options)
+    return averaging_training.error_of(train, strategy, name, options)
 
 
 class Toggled(Manual):
@@ -297,8 +297,8 @@ class FrozenOnOneRank(Perceptron):
 
 MODELS = {name: cls for name, cls in vars().items() if isinstance(cls, type) and issubclass(cls, Perceptron)}
 MODELS |= {cls.__name__: cls for cls in (
-    Convolution, engine_training.Alternating, engine_training.FrozenInTheMiddle, engine_training.Manual,
-    engine_training.Unused,
+    Convolution, averaging_training.Alternating, averaging_training.FrozenInTheMiddle, averaging_training.Manual,
+    averaging_training.Unused,
 )}  # fmt: skip
 
 
@@ -410,7 +410,7 @@ def watched(strategy):
 
 
 def one_batch_more(strategy):
-    return engine_training.one_batch_more(STRATEGIES[strategy]())
+    return averaging_training.one_batch_more(STRATEGIES[strategy]())
 
 
 def frozen_on_one_rank(strategy):

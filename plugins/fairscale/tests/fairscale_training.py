@@ -3,9 +3,9 @@
 import logging
 import os
 
-import engine_training
+import averaging_training
 import torch
-from engine_training import QUIET, Alternating, FrozenInTheMiddle, Unused
+from averaging_training import QUIET, Alternating, FrozenInTheMiddle, Unused
 from parity_models import Attention, Convolution, Perceptron
 from torch import nn
 from torch.nn import functional as F
@@ -43,7 +43,7 @@ STRATEGIES = {
 def fit(strategy, model, **options):
     """Train and return the weights, with the losses of this rank."""
     made = STRATEGIES[strategy]() if isinstance(strategy, str) else strategy
-    return engine_training.fit(made, model, **options)
+    return averaging_training.fit(made, model, **options)
 
 
 def train(strategy, name, options=None):
@@ -52,10 +52,10 @@ def train(strategy, name, options=None):
 
 def error_of(strategy, name, options=None):
     """Train, and return the error."""
-    return engine_training.error_of(train, strategy, name, options)
+    return averaging_training.error_of(train, strategy, name, options)
 
 
-class Manual(engine_training.Manual):
+class Manual(averaging_training.Manual):
     clip_by = 0.5
 
 
@@ -368,11 +368,11 @@ def resume(strategy, path, devices=2, io=None):
 
 
 def one_batch_more(strategy):
-    return engine_training.one_batch_more(STRATEGIES[strategy]())
+    return averaging_training.one_batch_more(STRATEGIES[strategy]())
 
 
 def error_of_one_rank(strategy):
-    return engine_training.error_of_one_rank(STRATEGIES[strategy]())
+    return averaging_training.error_of_one_rank(STRATEGIES[strategy]())
 
 
 def runs_of_one_object(strategy):

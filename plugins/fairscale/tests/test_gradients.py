@@ -4,7 +4,7 @@ import fairscale_training as training
 import pytest
 import torch
 import torch.distributed as dist
-from engine_training import ReadsBuffers
+from averaging_training import ReadsBuffers
 from parity_models import Perceptron
 from torch import nn
 from torch.nn import functional as F

@@ -1,8 +1,8 @@
 """In a rank of a test's world: train small models under a strategy, with a Trainer."""
 
-import engine_training
+import averaging_training
 import torch
-from engine_training import QUIET, Alternating, FrozenInTheMiddle, Manual, Unused
+from averaging_training import QUIET, Alternating, FrozenInTheMiddle, Manual, Unused
 from parity_models import Perceptron
 from torch import nn
 from torch.nn import functional as F
@@ -29,7 +29,7 @@ STRATEGIES = {
 
 def fit(strategy, model, **options):
     """Train and return the weights, with the losses of this rank."""
-    return engine_training.fit(STRATEGIES[strategy](), model, **options)
+    return averaging_training.fit(STRATEGIES[strategy](), model, **options)
 
 
 def train(strategy, name, options=None):
@@ -83,15 +83,15 @@ def resume(strategy, path):
 
 
 def one_batch_more(strategy):
-    return engine_training.one_batch_more(STRATEGIES[strategy]())
+    return averaging_training.one_batch_more(STRATEGIES[strategy]())
 
 
 def error_of_one_rank():
-    return engine_training.error_of_one_rank(horovod())
+    return averaging_training.error_of_one_rank(horovod())
 
 
 def refused_unused():
-    return engine_training.error_of(fit, "horovod", Unused())
+    return averaging_training.error_of(fit, "horovod", Unused())
 
 
 def environment_afterwards():

@@ -6,7 +6,7 @@ from datetime import timedelta
 import horovod_training as training
 import pytest
 import torch
-from engine_training import ReadsBuffers
+from averaging_training import ReadsBuffers
 from parity_models import Perceptron
 from torch import nn
 from torch.utils.data import TensorDataset

@@ -227,7 +227,7 @@ class GlobalNorm(torch.optim.AdamW):
 
 
 class LateNorm(torch.optim.Optimizer):
-    """Divides by the norm of all gradients after a warm-up of four steps."""
+    """Divides by the norm of all gradients after a warm-up of fourteen steps."""
 
     steps = 0
 
@@ -238,7 +238,7 @@ class LateNorm(torch.optim.Optimizer):
     def step(self, closure=None):
         self.steps += 1
         parameters = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
-        norm = nn.utils.get_total_norm([each.grad for each in parameters]) if self.steps > 4 else 1.0
+        norm = nn.utils.get_total_norm([each.grad for each in parameters]) if self.steps > 14 else 1.0
         for parameter in parameters:
             parameter.sub_(0.01 * parameter.grad / norm)
 
@@ -355,7 +355,7 @@ def refused(strategy, model, optimizer=None, data=None, schedule=None):
     if schedule is not None:
         strategy = HybridStrategy(pipeline=2, schedule=schedule, microbatches=4)
     module = stack_with(optimizer) if optimizer else globals()[model]()
-    run = staged.trainer(strategy)
+    run = staged.trainer(strategy, max_epochs=4)
     try:
         run.fit(module, DataLoader(globals()[data]() if data else staged.samples(), staged.BATCH))
     except Exception as error:
