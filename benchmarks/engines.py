@@ -28,7 +28,7 @@ def engines() -> dict[str, str]:
         plugin = path.parents[1].name
         aliases = [entry for entry in registry.entries("strategy") if entry.distribution == f"torchhal-{plugin}"]
         if not aliases:
-            found[plugin] = f"torchhal-{plugin} is not installed"
+            found[plugin] = f"torchhal-{plugin} is not installed, or has no strategy"
         for entry in aliases:
             found[entry.component.alias] = entry.load().availability().reason
     return found

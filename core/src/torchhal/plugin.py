@@ -164,7 +164,7 @@ class Hookspecs:
 
     @hookspec
     def torchhal_model_adapters(self) -> Sequence[Component]:  # type: ignore[empty-body]
-        """Return model adapters: targets are subclasses of ``torchhal.adapters.ModelAdapter``."""
+        """Return model adapters: targets are subclasses of ``torchhal.trainer.adapters.ModelAdapter``."""
 
     @hookspec
     def torchhal_commands(self) -> Sequence[Component]:  # type: ignore[empty-body]

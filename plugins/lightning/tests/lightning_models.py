@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -220,10 +221,16 @@ def models(pl):
             self.log("mean", self.mean.compute())
             self.mean.reset()
 
+    class OwnLog(Base):
+        """Logs through a method of its own, and Lightning's."""
+
+        def log(self, name, value, **options):
+            super().log(f"my_{name}", value, **options)
+
     return {
         cls.__name__: cls
         for cls in (
-            Plain, Scheduled, Plateau, Manual, ManualOne, OwnStep, OwnHooks, Skips, Everything, ClosureInside,
+            OwnLog, Plain, Scheduled, Plateau, Manual, ManualOne, OwnStep, OwnHooks, Skips, Everything, ClosureInside,
             LogsEverywhere, WithMetric,
         )
     }  # fmt: skip
@@ -246,3 +253,16 @@ def fit(trainer_of, model, *, shuffle=True, **options):
 def made(cls, *args):
     torch.manual_seed(0)
     return cls(*args)
+
+
+def same(mine, theirs, but=()):
+    """Fail unless two modules noted the same."""
+    mine, theirs = ([note for note in module.notes if note[0] not in but] for module in (mine, theirs))
+    for number, (one, other) in enumerate(zip(mine, theirs, strict=False)):
+        if one[0] != "epoch":
+            assert one == other, f"note {number}"
+            continue
+        assert [key for key, _ in one[1]] == [key for key, _ in other[1]]
+        for (key, value), (_, reference) in zip(one[1], other[1], strict=True):
+            assert value == pytest.approx(reference, rel=1e-6), key  # a sum in another precision
+    assert len(mine) == len(theirs)

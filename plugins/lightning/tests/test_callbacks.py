@@ -4,8 +4,7 @@ import csv
 
 import pytest
 import torch
-from lightning_models import dataset, fit, made, models
-from test_equals_lightning import same
+from lightning_models import dataset, fit, made, models, same
 from torch.utils.data import DataLoader
 
 import torchhal

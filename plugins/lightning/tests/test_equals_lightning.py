@@ -1,29 +1,19 @@
-"""A LightningModule under torchhal's Trainer does what it does under Lightning's: losses, metrics, hooks, step by step."""
+"""A LightningModule does under torchhal's Trainer what it does under Lightning's: losses, metrics and hooks."""
+
+import copy
+import pickle
 
 import pytest
 import torch
-from lightning_models import dataset, fit, made, models
+from lightning_models import dataset, fit, made, models, same
 from torch.utils.data import DataLoader
 
 import torchhal
 
 NAMES = (
-    "Plain", "Scheduled", "Plateau", "Manual", "ManualOne", "OwnStep", "OwnHooks", "Skips", "Everything",
+    "OwnLog", "Plain", "Scheduled", "Plateau", "Manual", "ManualOne", "OwnStep", "OwnHooks", "Skips", "Everything",
     "ClosureInside", "LogsEverywhere", "WithMetric",
 )  # fmt: skip
-
-
-def same(mine, theirs, but=()):
-    """Fail unless two modules noted the same."""
-    mine, theirs = ([note for note in module.notes if note[0] not in but] for module in (mine, theirs))
-    for number, (one, other) in enumerate(zip(mine, theirs, strict=False)):
-        if one[0] != "epoch":
-            assert one == other, f"note {number}"
-            continue
-        assert [key for key, _ in one[1]] == [key for key, _ in other[1]]
-        for (key, value), (_, reference) in zip(one[1], other[1], strict=True):
-            assert value == pytest.approx(reference, rel=1e-6), key  # a sum in another precision
-    assert len(mine) == len(theirs)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -79,3 +69,15 @@ def test_evaluation_and_prediction(pl):
     assert results[0][0] == [pytest.approx(each) for each in results[1][0]]
     assert results[0][1] == [pytest.approx(each) for each in results[1][1]]
     assert results[0][2] == results[1][2]
+
+
+def test_a_copy_made_in_a_run_has_lightnings_own_log(pl):
+    class Copies(models(pl)["Plain"]):
+        def on_train_epoch_end(self):
+            self.copied = copy.deepcopy(self)
+            self.pickled = pickle.loads(pickle.dumps(self.body))
+
+    module = made(Copies)
+    fit(torchhal.Trainer, module, max_epochs=1)
+    assert "log" not in vars(module) and module.copied.log.__func__ is pl.LightningModule.log
+    assert module.copied._trainer is None

@@ -22,7 +22,7 @@ BASES: Final[Mapping[str, str]] = {
     "checkpoint_io": "torchhal.checkpoint:CheckpointIO",
     "cluster_environment": "torchhal.cluster:ClusterEnvironment",
     "strategy": "torchhal.strategies:Strategy",
-    "model_adapter": "torchhal.adapters:ModelAdapter",
+    "model_adapter": "torchhal.trainer.adapters:ModelAdapter",
 }
 """Kind -> the contract its classes subclass, as a string: looking a name up must not import torch."""
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torchhal._overrides import implements
-from torchhal.trainer._adapters import Adapters
 from torchhal.trainer._call_signatures import adapt_batch_hook
+from torchhal.trainer._run_adapters import Adapters
 from torchhal.trainer._run_part import RunPart
 
 

@@ -143,6 +143,7 @@ def execute(
         run.state.stage = None
         run.hooks.refresh()
         run.current_hook = None
+        run.adapters.end_run()
         run.results.start_batch(None)  # or the trainer would keep a failed run's last batch on the device
         close_loaders(run)
         try:
@@ -193,6 +194,7 @@ def begin_call(run: Run, loop: FitLoop, fn: str) -> None:
         module.trainer = run.adapters.trainer_for(module)
     if datamodule is not None:
         datamodule.trainer = run.adapters.trainer_for(datamodule)
+    run.adapters.begin_run()
     run.results.module = module
     run.results.clear()
     loop.optimization = None

@@ -9,11 +9,11 @@ from torch import nn
 
 from torchhal.resolve import Plan
 from torchhal.strategies import Strategy
-from torchhal.trainer._adapters import Adapters
 from torchhal.trainer._frozen_parameters import FrozenParameters
 from torchhal.trainer._hooks import Hooks
 from torchhal.trainer._phases import Phases
 from torchhal.trainer._progress import FitProgress
+from torchhal.trainer._run_adapters import Adapters
 from torchhal.trainer._run_output import RunOutput
 from torchhal.trainer._settings import RunSettings
 from torchhal.trainer._state import TrainerState

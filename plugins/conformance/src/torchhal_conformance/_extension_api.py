@@ -45,6 +45,7 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "The Trainer": (
         "torchhal",
+        "torchhal.trainer.adapters",
         "torchhal.trainer.callbacks",
         "torchhal.trainer.loggers",
         "torchhal.trainer.data",

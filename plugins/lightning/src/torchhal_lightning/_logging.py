@@ -4,11 +4,57 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchhal.trainer.run import Run
+from torchhal.trainer.adapters import Run
+
+
+class Log:
+    """``log`` of a LightningModule in a run; a copy of the module has its class's own again.
+
+    Lightning's own takes as long as all the rest of a small step, and ends in :meth:`ResultsView.log`. It is left to
+    modules whose class overrides it.
+
+    Args:
+        module: whose class has Lightning's ``log``.
+        run: in which it logs.
+    """
+
+    def __init__(self, module: Any, run: Run) -> None:
+        self._module = module
+        self._run = run
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _log_of, (self._module,)
+
+    def __call__(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        run = self._run
+        run.results.log(
+            name, value, run.current_hook, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist or None,
+            add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
+        )  # fmt: skip
+
+
+def _log_of(module: Any) -> Any:
+    return type(module).log.__get__(module)
 
 
 class ResultsView:
-    """``trainer._results``."""
+    """``trainer._results``, for modules with a ``log`` of their own around Lightning's."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

@@ -5,12 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from torchhal.adapters import implements
-from torchhal.trainer.run import Run
+from torchhal.trainer.adapters import Run, implements
 
 
 class FitLoopView:
     """``trainer.fit_loop``."""
+
+    _run: Run
 
     def __init__(self, run: Run) -> None:
         object.__setattr__(self, "_run", run)
@@ -77,5 +78,3 @@ class EpochLoopView:
     def _should_check_val_epoch(self) -> bool:
         every = self._run.check_val_every_n_epoch
         return self._validates() and (every is None or (self._run.current_epoch + 1) % every == 0)
-
-

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchhal.trainer.run import Run
+from torchhal.trainer.adapters import Run
 
 
 class StrategyView:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from torchhal.trainer.run import Run
+from torchhal.trainer.adapters import Run
 from torchhal_lightning._logging import LoggerConnectorView, ResultsView
 from torchhal_lightning._loop_views import FitLoopView
 from torchhal_lightning._strategy_view import PrecisionView, StrategyView

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchhal.trainer.run import Run
+from torchhal.trainer.adapters import Run
 
 
 class Word(str):

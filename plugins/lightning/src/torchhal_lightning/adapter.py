@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from torchhal.adapters import ModelAdapter, declares_hooks
-from torchhal.trainer.run import Run
+from torchhal.trainer.adapters import ModelAdapter, Run, declares_hooks
 from torchhal_lightning import _trees as trees
+from torchhal_lightning._logging import Log
 from torchhal_lightning._trainer_view import TrainerView
 
 _BASES = ("LightningModule", "LightningDataModule", "Callback")
@@ -33,7 +33,10 @@ class LightningAdapter(ModelAdapter):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._view: TrainerView | None = None
-        self._hook_of: Any = None
+        self._attributes: dict[str, Any] | None = None
+        """Those of the module that runs."""
+        self._logging: list[Any] = []
+        """The module and the callbacks that have a ``log`` of this run."""
         self._declare()
 
     def _declare(self) -> None:
@@ -51,11 +54,32 @@ class LightningAdapter(ModelAdapter):
 
     def prepare_model(self, model: Any) -> None:
         self._declare()  # the other tree may have been imported since
-        self._hook_of = vars(model) if trees.root_of(model) else None
+
+    def begin_run(self) -> None:
+        self._declare()
+        module = self.run.module
+        if trees.root_of(module) is None:
+            return
+        self._attributes = vars(module)
+        if any(type(module).log is vars(base)["log"] for base in trees.classes("LightningModule")):
+            self._attributes["log"] = Log(module, self.run)
+            self._logging.append(module)
+        for callback in self.run.callbacks:
+            if trees.root_of(callback) is not None:
+                callback.log, callback.log_dict = module.log, module.log_dict
+                self._logging.append(callback)
+
+    def end_run(self) -> None:
+        while self._logging:
+            owner = self._logging.pop()
+            vars(owner).pop("log", None)
+            if owner is not self.run.module:
+                vars(owner).pop("log_dict", None)
+        self._attributes = None
 
     def follow_hook(self, name: str | None) -> None:
-        if self._hook_of is not None:
-            self._hook_of["_current_fx_name"] = name
+        if self._attributes is not None:
+            self._attributes["_current_fx_name"] = name
 
     def kind_of_callback(self, callback: Any) -> str | None:
         return next((kind for kind, path in _KINDS.items() if isinstance(callback, trees.classes(path))), None)
@@ -74,7 +98,7 @@ class LightningAdapter(ModelAdapter):
         kind = type(optimizer)
         torchs = type(optimizer.optimizer)
         cls = type(f"Lightning{torchs.__name__}", (kind, lightning_optimizer, torchs), {"optimizer": None})
-        wrapped = object.__new__(cls)
+        wrapped: Any = object.__new__(cls)
         vars(wrapped).update(vars(optimizer))
         return wrapped
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchhal import registry
 from torchhal.trainer._run_part import RunPart
-
-if TYPE_CHECKING:
-    from torchhal.adapters import ModelAdapter
 
 _OWN = frozenset({"abc", "builtins", "collections", "torch", "torchhal", "typing", "__main__"})
 """Packages whose classes are nobody's to adapt."""
@@ -20,20 +17,20 @@ class Adapters(RunPart[Any]):
 
     def __init__(self, run: Any) -> None:
         super().__init__(run)
-        self._by_class: dict[type, ModelAdapter | None] = {}
-        self._made: dict[type, ModelAdapter] = {}
+        self._by_class: dict[type, Any] = {}
+        self._made: dict[type, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_by_class": {}, "_made": {}}  # each process makes its own
 
-    def of(self, owner: Any) -> ModelAdapter | None:
+    def of(self, owner: Any) -> Any:
         """Return the adapter of a model, data module, callback or logger; None for one that needs none."""
         cls = type(owner)
         if cls not in self._by_class:
             self._by_class[cls] = self._find(cls)
         return self._by_class[cls]
 
-    def _find(self, cls: type) -> ModelAdapter | None:
+    def _find(self, cls: type) -> Any:
         packages = {base.__module__.partition(".")[0] for base in cls.__mro__} - _OWN
         if not packages:
             return None
@@ -66,6 +63,19 @@ class Adapters(RunPart[Any]):
         """Return which of the Trainer's own callbacks one of another framework stands in for, if any."""
         adapter = self.of(callback)
         return None if adapter is None else adapter.kind_of_callback(callback)
+
+    def begin_run(self) -> None:
+        """Find the adapters of this call's objects, and let them begin."""
+        run = self.run
+        for owner in (run.module, run.datamodule, *run.callbacks, *run.loggers):
+            self.of(owner)
+        for adapter in self._made.values():
+            adapter.begin_run()
+
+    def end_run(self) -> None:
+        """Let the adapters end."""
+        for adapter in self._made.values():
+            adapter.end_run()
 
     def follow_hook(self, name: str | None) -> None:
         """Tell the adapter of the running model which hook or step begins."""

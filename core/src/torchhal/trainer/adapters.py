@@ -22,7 +22,7 @@ from torchhal._overrides import declares_hooks, implements
 from torchhal.trainer._run_part import RunPart
 from torchhal.trainer.run import Run
 
-__all__ = ["ModelAdapter", "declares_hooks", "implements"]
+__all__ = ["ModelAdapter", "Run", "declares_hooks", "implements"]
 
 
 class ModelAdapter(RunPart[Run]):
@@ -47,8 +47,14 @@ class ModelAdapter(RunPart[Run]):
             model: as it was given to fit, validate, test or predict.
         """
 
+    def begin_run(self) -> None:
+        """Begin a run, in each process of it, when module and data module have their ``trainer``."""
+
+    def end_run(self) -> None:
+        """End a run that has begun, after errors too."""
+
     def follow_hook(self, name: str | None) -> None:
-        """Called in each process when another hook or step begins, and with None when none runs.
+        """Take note of the hook or step that begins, in each process; None where none runs any more.
 
         Args:
             name: such as ``"training_step"``.

@@ -1,0 +1,241 @@
+"""Objects of another framework run through its model adapter, which is found by where their classes come from."""
+
+import sys
+import types
+
+import importlib_metadata
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchhal
+from torchhal import Trainer, registry
+from torchhal.errors import AmbiguousAliasError, PluginError
+from torchhal.testing import isolated_registry
+from torchhal.trainer.adapters import ModelAdapter, declares_hooks, implements
+
+
+def framework(name="acme"):
+    """A package with base classes that name every hook, step and loader."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+            self.calls = []
+
+        def training_step(self, batch, batch_idx):
+            raise NotImplementedError
+
+        def validation_step(self, batch, batch_idx):
+            raise NotImplementedError
+
+        def val_dataloader(self):
+            raise NotImplementedError
+
+        def on_train_start(self):
+            raise AssertionError("it is nobody's")
+
+        def predict_step(self, batch, batch_idx):
+            return self.weight + batch[0]
+
+        def configure_optimizers(self):
+            raise NotImplementedError
+
+    class Callback:
+        def on_train_start(self, engine, model):
+            raise AssertionError("it is nobody's")
+
+        def on_train_epoch_end(self, engine, model):
+            raise AssertionError("it is nobody's")
+
+    module = types.ModuleType(name)
+    for cls in (Model, Callback):
+        cls.__module__ = name
+        setattr(module, cls.__name__, cls)
+    return module
+
+
+class Engine:
+    """What the framework's objects expect of a Trainer."""
+
+    def __init__(self, run):
+        self.run = run
+        self.epoch_number = property(lambda self: run.current_epoch)
+
+
+class AcmeAdapter(ModelAdapter):
+    """Adapts the package above, and notes what it is asked."""
+
+    def __init__(self, run):
+        super().__init__(run)
+        self.engine = Engine(run)
+        self.hooks, self.prepared, self.ends = [], 0, 0
+        acme = sys.modules["acme"]
+        declares_hooks(acme.Model, but=("predict_step",))
+        declares_hooks(acme.Callback)
+        made.append(self)
+
+    @property
+    def trainer(self):
+        return self.engine
+
+    def prepare_model(self, model):
+        self.prepared += 1
+
+    def end_run(self):
+        self.ends += 1
+
+    def follow_hook(self, name):
+        self.hooks.append(name)
+
+    def kind_of_callback(self, callback):
+        return "checkpoint" if type(callback).__name__ == "Saver" else None
+
+    def wrap_optimizer(self, optimizer):
+        optimizer.is_acme = True
+        return optimizer
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["acme"] = 1
+
+
+made = []
+
+
+@pytest.fixture
+def acme(monkeypatch):
+    made.clear()
+    module = framework()
+    monkeypatch.setitem(sys.modules, "acme", module)
+    with isolated_registry():
+        registry.register("model_adapter", "acme", AcmeAdapter)
+        yield module
+
+
+def loader():
+    return DataLoader(TensorDataset(torch.arange(8.0).unsqueeze(1)), 2)
+
+
+QUIET = {
+    "accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False, "enable_progress_bar": False,
+    "enable_model_summary": False,
+}  # fmt: skip
+
+
+def test_a_run_goes_through_the_adapter(acme, tmp_path):
+    class Line(acme.Model):
+        trainer = None
+
+        def training_step(self, batch, batch_idx):
+            self.calls.append(type(self.trainer).__name__)
+            return (self.weight - batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    class Saver(acme.Callback):
+        def on_train_epoch_end(self, engine, model):
+            model.calls.append(("callback", type(engine).__name__))
+
+    model = Line()
+    trainer = Trainer(callbacks=[Saver()], default_root_dir=tmp_path, **QUIET)
+    trainer.fit(model, loader())
+    (adapter,) = made
+    assert model.calls == ["Engine"] * 4 + [("callback", "Engine")]
+    assert adapter.prepared == 1 and adapter.ends == 1
+    assert "training_step" in adapter.hooks and adapter.hooks[-1] is None
+    assert [type(each).__name__ for each in trainer.callbacks] == ["Saver"]  # and no ModelCheckpoint beside it
+    assert trainer.checkpoint_callback is trainer.callbacks[0]
+    path = tmp_path / "own.ckpt"
+    trainer.save_checkpoint(path)
+    assert torch.load(path, weights_only=True)["acme"] == 1
+    assert implements(model, "predict_step") and not implements(model, "validation_step")
+    assert len(trainer.predict(model, loader())) == 4
+
+
+def test_a_callback_alone_has_its_adapter(acme):
+    """Beside a model of torchhal's, which gets the Trainer itself."""
+    seen = []
+
+    class Watch(acme.Callback):
+        def on_train_start(self, engine, model):
+            seen.append((type(engine).__name__, type(model.trainer).__name__))
+
+    class Line(torchhal.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+
+        def training_step(self, batch, batch_idx):
+            return (self.weight - batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    Trainer(callbacks=[Watch()], enable_checkpointing=False, **QUIET).fit(Line(), loader())
+    assert seen == [("Engine", "Trainer")]
+
+
+def test_models_of_torchhal_and_of_nobody_need_none(acme):
+    class Line(torchhal.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+
+        def training_step(self, batch, batch_idx):
+            return (self.weight - batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    trainer = Trainer(enable_checkpointing=False, **QUIET)
+    trainer.fit(Line(), loader())
+    assert not made
+
+
+def declare(folder, distribution, text, manifest):
+    """Lay a distribution out in ``folder``, as pip would."""
+    info = folder / f"{distribution}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(text)
+    (folder / f"{distribution}_manifest.py").write_text(manifest)
+
+
+MANIFEST = """
+from torchhal.plugin import Component, hookimpl
+
+@hookimpl
+def torchhal_model_adapters():
+    return [Component("{alias}", "test_adapters:AcmeAdapter")]
+"""
+
+
+def test_metadata_names_the_package_of_the_classes(tmp_path, monkeypatch):
+    """Nothing is imported for classes of other packages, and one adapter for a package."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, package in (("one", "acme"), ("other", "elsewhere")):
+        text = f"[torchhal]\n{name} = {name}_manifest\n[torchhal.adapt]\n{package} = {name}\n"
+        declare(tmp_path, name, text, MANIFEST.format(alias=name))
+    installed = list(importlib_metadata.distributions(path=[str(tmp_path)]))
+    with isolated_registry(distributions=installed):
+        entry = registry.adapter_of({"acme", "torch"})
+        assert entry.qualified_name == "one/one" and "other_manifest" not in sys.modules
+        assert registry.adapter_of({"nobodys"}) is None
+    text = "[torchhal]\nthird = third_manifest\n[torchhal.adapt]\nacme = third\n"
+    declare(tmp_path, "third", text, MANIFEST.format(alias="third"))
+    installed = list(importlib_metadata.distributions(path=[str(tmp_path)]))
+    twice = r"classes of acme are adapted by 2 plugins, one/one and third"
+    with isolated_registry(distributions=installed), pytest.raises(AmbiguousAliasError, match=twice):
+        registry.adapter_of({"acme"})
+
+
+def test_a_manifest_that_is_broken_is_said(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    declare(tmp_path, "ill", "[torchhal]\nill = ill_manifest\n[torchhal.adapt]\nacme = ill\n", "raise OSError('no')")
+    installed = list(importlib_metadata.distributions(path=[str(tmp_path)]))
+    why = r"classes of acme need a model adapter, and .*ill"
+    with isolated_registry(distributions=installed), pytest.raises(PluginError, match=why):
+        registry.adapter_of({"acme"})
