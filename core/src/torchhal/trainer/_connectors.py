@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -14,6 +14,7 @@ from torchhal.checkpoint._location import is_url
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.registry._hints import NAMES
 from torchhal.trainer._hook_names import near_miss
+from torchhal.trainer._run_adapters import Adapters
 from torchhal.trainer.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
 from torchhal.trainer.loggers import CSVLogger
 from torchhal.trainer.run import Run
@@ -48,7 +49,7 @@ _KINDS: Mapping[type, str] = {
 
 def make_callbacks(
     callbacks: Any,
-    kind_of_foreign: Callable[[Any], str | None],
+    adapters: Adapters,
     *,
     checkpointing: bool | None = None,
     progress_bar: bool = False,
@@ -57,7 +58,7 @@ def make_callbacks(
 ) -> list[Any]:
     """``callbacks=`` and the default ones that are switched on and not among them; checkpoints come last.
 
-    ``kind_of_foreign`` says which of the default ones a callback of another framework stands in for.
+    ``adapters`` say which of the default ones a callback of another framework stands in for.
 
     Raises:
         ConfigurationError: what is no callback; a ModelCheckpoint where ``checkpointing`` was switched off (False).
@@ -67,31 +68,34 @@ def make_callbacks(
     else:
         chosen = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
     for callback in chosen:
-        if isinstance(callback, type) or not (isinstance(callback, Callback) or hasattr(callback, "on_train_start")):
+        is_one = isinstance(callback, Callback) or hasattr(callback, "on_train_start")
+        if isinstance(callback, type) or not (is_one or adapters.of(callback) is not None):
             make = f": make an object, {callback.__name__}(...)" if isinstance(callback, type) else ""
             raise ConfigurationError(f"'callbacks' must be a Callback or several (got {callback!r}){make}")
-    if checkpointing is False and (savers := [c for c in chosen if _saves(c, kind_of_foreign)]):
+    if checkpointing is False and (savers := [c for c in chosen if _saves(c, adapters)]):
         raise ConfigurationError(
             f"'enable_checkpointing' is False, but 'callbacks' holds a {type(savers[0]).__name__}: leave one out"
         )
     for wanted, kind in ((model_summary, ModelSummary), (progress_bar, ProgressBar), (checkpointing, ModelCheckpoint)):
-        given = (isinstance(callback, kind) or kind_of_foreign(callback) == _KINDS[kind] for callback in chosen)
+        given = (
+            isinstance(callback, kind) or adapters.kind_of_callback(callback) == _KINDS[kind] for callback in chosen
+        )
         if wanted and not any(given):
             chosen.append(kind())
     if fast_dev_run:  # nothing is kept of a trial run
-        chosen = [callback for callback in chosen if not _saves(callback, kind_of_foreign)]
+        chosen = [callback for callback in chosen if not _saves(callback, adapters)]
     keys = [str(callback.state_key) for callback in chosen if isinstance(callback, ModelCheckpoint)]
     if twice := {key for key in keys if keys.count(key) > 1}:
         raise ConfigurationError(
             f"'callbacks' must not hold two ModelCheckpoints that differ in nothing (got {', '.join(sorted(twice))} "
             "twice): each would resume with the other's files"
         )
-    savers = [callback for callback in chosen if _saves(callback, kind_of_foreign)]
+    savers = [callback for callback in chosen if _saves(callback, adapters)]
     return [callback for callback in chosen if callback not in savers] + savers
 
 
-def _saves(callback: Any, kind_of_foreign: Callable[[Any], str | None]) -> bool:
-    return isinstance(callback, ModelCheckpoint) or kind_of_foreign(callback) == "checkpoint"
+def _saves(callback: Any, adapters: Adapters) -> bool:
+    return isinstance(callback, ModelCheckpoint) or adapters.kind_of_callback(callback) == "checkpoint"
 
 
 def check_model(model: Any) -> Any:

@@ -284,7 +284,7 @@ def add_model_callbacks(run: Run) -> None:
         )
     replaced = {type(callback) for callback in own}
     kept = [callback for callback in run.callbacks if type(callback) not in replaced]
-    run.callbacks = make_callbacks([*kept, *own], run.adapters.kind_of_callback)
+    run.callbacks = make_callbacks([*kept, *own], run.adapters)
     run.sources.callbacks_asked_of = run.module
 
 

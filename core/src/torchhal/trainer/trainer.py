@@ -186,7 +186,7 @@ class Trainer(TrainerProperties):
         self.loggers = make_loggers(logger, self.default_root_dir)
         self.callbacks = make_callbacks(
             callbacks,
-            self._run.adapters.kind_of_callback,
+            self._run.adapters,
             checkpointing=None if self.fast_dev_run else enable_checkpointing,
             progress_bar=enable_progress_bar,
             model_summary=enable_model_summary,
