@@ -102,6 +102,29 @@ def test_other_callbacks(pl, tmp_path):
         assert torch.allclose(mine.state_dict()[key], value), key
 
 
+@pytest.mark.parametrize("loaders", [1, 2])
+def test_predictions_are_written(pl, loaders):
+    class Writer(pl.callbacks.BasePredictionWriter):
+        def write_on_batch_end(self, trainer, module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+            found.append((batch_idx, dataloader_idx, batch_indices, prediction.shape))
+
+        def write_on_epoch_end(self, trainer, module, predictions, batch_indices):
+            found.append((len(predictions), batch_indices))
+
+    results = []
+    for trainer_of in (pl.Trainer, torchhal.Trainer):
+        found = []
+        module = made(models(pl)["Plain"])
+        module.forward = lambda batch, module=module: module.body(batch[0])
+        trainer = trainer_of(
+            accelerator="cpu", devices=1, logger=False, callbacks=[Writer("batch_and_epoch")],
+            enable_progress_bar=False, enable_checkpointing=False,
+        )  # fmt: skip
+        trainer.predict(module, [DataLoader(dataset(18, 9), 8), DataLoader(dataset(4, 2), 2)][:loaders])
+        results.append(found)
+    assert results[0] == results[1]
+
+
 def test_finetuning(pl):
     class Head(pl.callbacks.BaseFinetuning):
         def freeze_before_training(self, module):

@@ -8,10 +8,11 @@ from typing import Any
 from torchhal.trainer.adapters import Run
 from torchhal_lightning._logging import LoggerConnectorView, ResultsView
 from torchhal_lightning._loop_views import FitLoopView
+from torchhal_lightning._predictions import PredictLoopView
 from torchhal_lightning._strategy_view import PrecisionView, StrategyView
 from torchhal_lightning._words import StateView
 
-_OWN = frozenset({"_run", "_logger_connector", "_results", "fit_loop"})
+_OWN = frozenset({"_run", "_logger_connector", "_results", "fit_loop", "predict_loop"})
 
 
 class TrainerView:
@@ -28,6 +29,7 @@ class TrainerView:
         self._results = ResultsView(run)
         self._logger_connector = LoggerConnectorView(run)
         self.fit_loop = FitLoopView(run)
+        self.predict_loop = PredictLoopView(run)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -10,6 +10,7 @@ import torch
 from torchhal.trainer.adapters import ModelAdapter, Run, declares_hooks
 from torchhal_lightning import _trees as trees
 from torchhal_lightning._logging import Log
+from torchhal_lightning._predictions import PredictLoopView
 from torchhal_lightning._trainer_view import TrainerView
 
 _BASES = ("LightningModule", "LightningDataModule", "Callback")
@@ -57,6 +58,7 @@ class LightningAdapter(ModelAdapter):
 
     def begin_run(self) -> None:
         self._declare()
+        self.trainer.predict_loop = PredictLoopView(self.run)
         module = self.run.module
         if trees.root_of(module) is None:
             return
@@ -90,7 +92,21 @@ class LightningAdapter(ModelAdapter):
 
     def bind_callback(self, callback: Any, name: str) -> Callable[..., Any]:
         body = super().bind_callback(callback, name)
-        return _with_loss_in_a_dict(body, 2) if name == "on_train_batch_end" else body
+        if name == "on_train_batch_end":
+            return _with_loss_in_a_dict(body, 2)
+        if name == "on_predict_batch_end" and isinstance(callback, trees.classes("callbacks.BasePredictionWriter")):
+            interval: Any = vars(callback)["interval"]
+            return self._noting_predictions(body, keep=interval.on_epoch)
+        return body
+
+    def _noting_predictions(self, hook: Callable[..., Any], *, keep: bool) -> Callable[..., Any]:
+        """Return the hook of a prediction writer, which reads from the loop what was predicted."""
+
+        def call(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            self.trainer.predict_loop.note(outputs, batch_idx, dataloader_idx, keep=keep)
+            return hook(trainer, module, outputs, batch, batch_idx, dataloader_idx)
+
+        return call
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
         """Return an object that passes for Lightning's wrapper, and for the optimizer."""
