@@ -22,7 +22,7 @@ from torchhal._overrides import declares_hooks, implements
 from torchhal.trainer._run_part import RunPart
 from torchhal.trainer.run import Run
 
-__all__ = ["ModelAdapter", "Run", "declares_hooks", "implements"]
+__all__ = ["ModelAdapter", "Run", "declares_hooks", "implements", "run_of"]
 
 
 class ModelAdapter(RunPart[Run]):
@@ -101,3 +101,13 @@ class ModelAdapter(RunPart[Run]):
 
         with_own_trainer.__wrapped__ = body  # type: ignore[attr-defined]
         return with_own_trainer
+
+
+def run_of(trainer: Any) -> Run:
+    """Return the state that a Trainer works on.
+
+    Args:
+        trainer: a :class:`torchhal.Trainer`.
+    """
+    run: Run = trainer._run
+    return run

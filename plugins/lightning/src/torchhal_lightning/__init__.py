@@ -1,5 +1,16 @@
 """Train LightningModules, with their callbacks and loggers, by torchhal's Trainer."""
 
-from torchhal_lightning.adapter import LightningAdapter
+from typing import TYPE_CHECKING
 
-__all__ = ["LightningAdapter"]
+from torchhal.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from torchhal_lightning._install import install
+    from torchhal_lightning.adapter import LightningAdapter
+    from torchhal_lightning.trainer import Trainer
+
+__all__ = ["LightningAdapter", "Trainer", "install"]
+
+__getattr__, __dir__ = lazy_names(
+    __name__, {"LightningAdapter": "adapter", "Trainer": "trainer", "install": "_install"}
+)

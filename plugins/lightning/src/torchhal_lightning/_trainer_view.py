@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torchhal.trainer.adapters import Run
 from torchhal_lightning._logging import LoggerConnectorView, ResultsView
@@ -11,6 +12,9 @@ from torchhal_lightning._loop_views import FitLoopView
 from torchhal_lightning._predictions import PredictLoopView
 from torchhal_lightning._strategy_view import PrecisionView, StrategyView
 from torchhal_lightning._words import StateView
+
+views: WeakKeyDictionary[Any, TrainerView] = WeakKeyDictionary()
+"""Trainer of torchhal's -> the object with Lightning's signature that has made it."""
 
 _OWN = frozenset({"_run", "_logger_connector", "_results", "fit_loop", "predict_loop"})
 
@@ -37,12 +41,14 @@ class TrainerView:
         return getattr(vars(self)["_run"].trainer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN:
+        if name in _OWN or "_run" not in vars(self):  # a subclass may set some before it is one's view
             object.__setattr__(self, name, value)
         elif name in ("training", "validating", "testing", "predicting", "sanity_checking"):
             self._run.state.stage = _STAGES[name] if value else None
-        else:
+        elif type(self) is TrainerView or hasattr(type(self._run.trainer), name):
             setattr(self._run.trainer, name, value)
+        else:
+            object.__setattr__(self, name, value)
 
     def __reduce__(self) -> Any:
         raise TypeError("a Trainer's view of a run can't be pickled: the run is in one process")

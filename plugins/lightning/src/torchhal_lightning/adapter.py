@@ -11,7 +11,7 @@ from torchhal.trainer.adapters import ModelAdapter, Run, declares_hooks
 from torchhal_lightning import _trees as trees
 from torchhal_lightning._logging import Log
 from torchhal_lightning._predictions import PredictLoopView
-from torchhal_lightning._trainer_view import TrainerView
+from torchhal_lightning._trainer_view import TrainerView, views
 
 _BASES = ("LightningModule", "LightningDataModule", "Callback")
 _WITH_BODY = ("predict_step",)
@@ -50,7 +50,7 @@ class LightningAdapter(ModelAdapter):
     @property
     def trainer(self) -> TrainerView:
         if self._view is None:
-            self._view = TrainerView(self.run)
+            self._view = views.get(self.run.trainer) or TrainerView(self.run)
         return self._view
 
     def prepare_model(self, model: Any) -> None:
