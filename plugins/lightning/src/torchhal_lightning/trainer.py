@@ -25,8 +25,8 @@ _PRECISIONS = {
 class Trainer(TrainerView):
     """Lightning's Trainer, of which torchhal's does the work.
 
-    The arguments are Lightning's; those that name a part (``accelerator``, ``strategy``, ``precision``, ``plugins``) take
-    torchhal's aliases and objects. Modules and callbacks have this object as their Trainer.
+    The arguments are Lightning's. Those that name a part (``accelerator``, ``strategy``, ``precision``, ``plugins``)
+    take torchhal's aliases and objects. Modules and callbacks have this object as their Trainer.
 
     Raises:
         ConfigurationError: an argument that isn't mapped, such as ``profiler``, or one outside its domain.
