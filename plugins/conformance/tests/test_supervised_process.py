@@ -134,16 +134,11 @@ def test_a_component_that_ends_or_blocks_the_process_as_it_is_made_fails(
 
 def test_an_end_after_the_checks_fails_the_last_one(written, capfd) -> None:
     """The report has the features of an instance, which is made when all checks have passed."""
-    target = written("if os.path.exists('ready'): ctypes.CDLL(None)._exit(0)", INIT)
-    seen = []
+    while_reporting = f"any(each.name == '{reports.build.__name__}' for each in traceback.extract_stack())"
+    target = written(f"import traceback\nif {while_reporting}: ctypes.CDLL(None)._exit(0)", INIT)
+    seen: list[str] = []
     request = Request("checkpoint_io", target, check=["CIO-02", "CIO-04"], report="r.json")
-
-    def show(line: str) -> None:
-        seen.append(line)
-        if line.startswith("CIO-04"):
-            Path("ready").touch()
-
-    assert run_supervised(request, show=show) == 1
+    assert run_supervised(request, show=seen.append) == 1
     outcomes = {one["id"]: one["outcome"] for one in json.loads(Path("r.json").read_text())["checks"]}
     assert outcomes == {"CIO-02": "passed", "CIO-04": "failed"} and seen[-1].endswith("is failed")
 
