@@ -29,7 +29,7 @@ def read_script() -> CodeType:
 
 
 if __name__ in ("__main__", "__mp_main__"):
-    install()
     _code = read_script()
+    install()
     __file__ = os.path.abspath(sys.argv[0])
     exec(_code, globals())
