@@ -178,6 +178,42 @@ def test_a_callback_alone_has_its_adapter(acme):
     assert seen == [("Engine", "Trainer")]
 
 
+def test_an_adapter_that_fails_at_the_end_costs_no_tear_down(acme, monkeypatch, caplog):
+    def fail(self):
+        raise OSError("at the end")
+
+    monkeypatch.setattr(AcmeAdapter, "end_run", fail)
+
+    class Line(acme.Model):
+        def training_step(self, batch, batch_idx):
+            return (self.weight - batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    trainer = Trainer(enable_checkpointing=False, **QUIET)
+    trainer.fit(Line(), loader())
+    assert not trainer.strategy.is_set_up and "AcmeAdapter.end_run failed" in caplog.text
+
+
+def test_torchhals_checkpoints_beside_those_of_another_framework(acme, tmp_path):
+    class Saver(acme.Callback):
+        pass
+
+    class Line(acme.Model):
+        def training_step(self, batch, batch_idx):
+            return (self.weight - batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    callbacks = [Saver(), torchhal.ModelCheckpoint(tmp_path)]
+    trainer = Trainer(callbacks=callbacks, default_root_dir=tmp_path, **QUIET)
+    trainer.fit(Line(), loader())
+    assert [type(each).__name__ for each in trainer.checkpoint_callbacks] == ["Saver", "ModelCheckpoint"]
+    assert callbacks[1].best_model_path
+
+
 def test_models_of_torchhal_and_of_nobody_need_none(acme):
     class Line(torchhal.Module):
         def __init__(self):

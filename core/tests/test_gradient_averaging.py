@@ -92,6 +92,30 @@ class TwoPasses(Perceptron):
         (loss / 2).backward()
 
 
+class TwoPassesOwnBias(TwoPasses):
+    """Each rank has a bias of its own."""
+
+    _ddp_params_and_buffers_to_ignore = ("body.4.bias",)
+
+
+def test_passes_leave_out_what_each_rank_has_of_its_own(world2):
+    for kind in KINDS:
+        one, other = (each["state"] for each in world2.run(fit, kind, TwoPassesOwnBias))
+        assert torch.equal(one["body.4.weight"], other["body.4.weight"])
+        assert not torch.equal(one["body.4.bias"], other["body.4.bias"])
+
+
+class OwnBiasByHand(Manual):
+    _ddp_params_and_buffers_to_ignore = ("body.4.bias",)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_manual_optimization_leaves_out_what_each_rank_has_of_its_own(world2, kind):
+    one, other = (each["state"] for each in world2.run(fit, kind, OwnBiasByHand))
+    assert torch.equal(one["body.4.weight"], other["body.4.weight"])
+    assert not torch.equal(one["body.4.bias"], other["body.4.bias"])
+
+
 class TwoPassesOfTheStrategy(TwoPasses):
     def backward(self, loss):
         self.trainer.strategy.backward(loss / 2, retain_graph=True)

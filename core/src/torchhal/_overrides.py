@@ -10,6 +10,9 @@ _Class = TypeVar("_Class", bound=type)
 _DECLARING: dict[type, frozenset[str]] = {}
 """Classes that name hooks, steps and loaders for others to define, each with the names whose bodies count."""
 
+_FRAMEWORKS = {"torchhal"}
+"""Packages whose classes define hooks to override; their names are not users' mistakes."""
+
 
 def declares_hooks(cls: _Class, *, but: Iterable[str] = ()) -> _Class:
     """Let the methods of ``cls`` count as missing where an object inherits them: a class decorator.
@@ -28,10 +31,14 @@ def declares_hooks(cls: _Class, *, but: Iterable[str] = ()) -> _Class:
     return cls
 
 
+def note_framework(cls: type) -> None:
+    """Take note of the packages of those bases of ``cls``, of an adapted object, that :func:`declares_hooks`."""
+    _FRAMEWORKS.update(each.__module__.partition(".")[0] for each in cls.__mro__ if each in _DECLARING)
+
+
 def is_of_framework(cls: type) -> bool:
-    """Return whether ``cls`` comes from a package with a class that :func:`declares_hooks`, or is one's base."""
-    packages = {each.__module__.partition(".")[0] for each in _DECLARING} - {"__main__"}
-    return cls.__module__.partition(".")[0] in packages or any(issubclass(each, cls) for each in _DECLARING)
+    """Return whether ``cls`` comes from torchhal or an adapted framework, or is a base of one that declares hooks."""
+    return cls.__module__.partition(".")[0] in _FRAMEWORKS or any(issubclass(each, cls) for each in _DECLARING)
 
 
 def implements(instance: Any, name: str) -> bool:

@@ -81,3 +81,31 @@ def test_a_copy_made_in_a_run_has_lightnings_own_log(pl):
     fit(torchhal.Trainer, module, max_epochs=1)
     assert "log" not in vars(module) and module.copied.log.__func__ is pl.LightningModule.log
     assert module.copied._trainer is None
+
+
+def test_what_a_module_brings_and_steps_by(pl):
+    """Callbacks of ``configure_callbacks`` log, and an optimizer is toggled through itself."""
+
+    class Says(pl.Callback):
+        def on_train_epoch_end(self, trainer, module):
+            self.log("said", 2.0)
+
+    class Brings(models(pl)["Manual"]):
+        def configure_callbacks(self):
+            return [Says()]
+
+        def training_step(self, batch, batch_idx):
+            first, _ = self.optimizers()
+            with first.toggle_model():
+                self.note([each.requires_grad for each in self.parameters()])
+                loss = self.loss(batch)
+                self.manual_backward(loss)
+            first.step()
+            first.zero_grad()
+            self.note("train", loss)
+
+    theirs, mine = made(Brings), made(Brings)
+    reference, trainer = fit(pl.Trainer, theirs), fit(torchhal.Trainer, mine)
+    same(mine, theirs, but=("epoch",))  # in which Lightning has what the callback logs a hook earlier
+    assert float(trainer.callback_metrics["said"]) == float(reference.callback_metrics["said"]) == 2.0
+    assert copy.deepcopy(mine).body[0].weight.equal(mine.body[0].weight)

@@ -1,9 +1,11 @@
 """The Trainer with Lightning's signature: arguments, attributes, subclasses, and its exchange in other packages."""
 
+import gc
 import inspect
 import subprocess
 import sys
 import textwrap
+import weakref
 
 import pytest
 import torch
@@ -104,6 +106,7 @@ if __name__ == "__main__":
     trainer = Trainer(max_epochs=2, accelerator="cpu", devices=int(sys.argv[1]), enable_progress_bar=False,
                       callbacks=[EarlyStopping("loss")])
     trainer.fit(Net(), DataLoader(TensorDataset(torch.randn(16, 2)), 4))
+    assert type(trainer.checkpoint_callback).__module__.startswith(pl.__name__)
     print("by", type(trainer).__module__, trainer.world_size, pl.Trainer is Trainer, trainer.global_rank)
 """
 
@@ -132,3 +135,37 @@ def test_steps_are_counted_from_predictions(pl):
     module.forward = lambda batch: module.body(batch[0])
     trainer = fit(Trainer, module, max_epochs=1)
     assert len(torch.cat(trainer.predict(module, DataLoader(dataset(16, 9), 8)))) == 16
+
+
+def test_a_trainer_that_nobody_keeps_is_freed(pl):
+    module = made(models(pl)["Plain"])
+    trainer = fit(Trainer, module, max_epochs=1)
+    gone = weakref.ref(trainer), weakref.ref(trainer.trainer)
+    assert module.trainer is trainer and module.current_epoch == 1
+    del trainer, module
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+
+
+def test_a_subclass_may_ask_before_it_is_made():
+    class Asks(Trainer):
+        def __init__(self):
+            self.before = getattr(self, "something", 3)
+            super().__init__(accelerator="cpu", devices=1, logger=False)
+
+    assert Asks().before == 3
+
+
+def test_an_evaluation_without_a_model_takes_the_best_checkpoint(pl, tmp_path):
+    results = []
+    for number, trainer_of in enumerate((pl.Trainer, Trainer)):
+        saver = pl.callbacks.ModelCheckpoint(tmp_path / str(number), monitor="val_loss")
+        module = made(models(pl)["Plain"])
+        trainer = fit(trainer_of, module, callbacks=[saver], enable_checkpointing=True)
+        loader = DataLoader(dataset(24, 6), 8)
+        with torch.no_grad():
+            module.body[0].weight.zero_()
+        first = trainer.test(dataloaders=loader, verbose=False)
+        second = trainer.test(module, loader, ckpt_path="best", verbose=False)
+        results.append((first[0], second[0]))
+    assert results[0] == (pytest.approx(results[1][0]), pytest.approx(results[1][1]))

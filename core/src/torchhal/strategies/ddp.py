@@ -264,11 +264,12 @@ class DDPStrategy(DDPState):
                 sparse = {weight: name for weight, name in self._sparse.items() if weight in averaged}
                 raise self._unused_sparse(names_of_unused(sparse, loss)) from error
             raise
-        if passes > 1 and isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync:
-            late = [
-                *self._averaged,
-                *late,
-            ]  # DistributedDataParallel has averaged what the first pass computed, and no more
+        if "through" in kwargs and self._averages_plainly() and self._on_any_rank(passes > 1):
+            # DistributedDataParallel has averaged what the first pass computed, and no more
+            assert self.module is not None
+            ignored, averaged = set(self.parameters_to_ignore()), set(self._averaged)
+            named = self.module.named_parameters()
+            late += [each for name, each in named if each in averaged and name not in ignored]
         if late:
             with self.guard("averaging of the gradients"):
                 collectives.average_gradients(late)
@@ -276,6 +277,18 @@ class DDPStrategy(DDPState):
         # others waiting in the averaging, and this rank's next collective would be matched with it.
         if isinstance(self.model, DistributedDataParallel) and hasattr(self.model, "_check_reducer_finalized"):
             self.model._check_reducer_finalized()  # type: ignore[no-untyped-call]
+
+    def _averages_plainly(self) -> bool:
+        """Return whether DistributedDataParallel averages the gradients of this backward, without a hook."""
+        wrapper = self.model
+        if not isinstance(wrapper, DistributedDataParallel) or not wrapper.require_backward_grad_sync:
+            return False
+        return self.comm_hook is None and not getattr(wrapper, "_comm_hooks", ())
+
+    def _on_any_rank(self, happened: bool) -> bool:
+        told = torch.tensor(int(happened), dtype=torch.int32, device=self.root_device)
+        with self.guard("comparison of the backward passes"):
+            return bool(collectives.reduce_tensor(told, "max", device=self.root_device))
 
     def _unfrozen_in_step(self) -> list[torch.nn.Parameter]:
         """Return parameters that the step unfroze after the wrapper's forward began, which nothing averages yet.

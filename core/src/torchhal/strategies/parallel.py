@@ -412,8 +412,10 @@ class ParallelStrategy(Strategy):
     def sync_gradients(self) -> None:
         assert self.module is not None
         if self.world_size > 1:
+            ignored = set(self.parameters_to_ignore())
+            averaged = [each for name, each in self.module.named_parameters() if name not in ignored]
             with self.guard("averaging of the gradients"):
-                collectives.average_gradients(list(self.module.parameters()), frozen=True)
+                collectives.average_gradients(averaged, frozen=True)
         self.gradients_synced = True
 
     def check_replicas(self) -> None:

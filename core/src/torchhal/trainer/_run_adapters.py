@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from torchhal import registry
+from torchhal._overrides import note_framework
 from torchhal.trainer._run_part import RunPart
+
+_log = logging.getLogger("torchhal")
 
 _OWN = frozenset({"abc", "builtins", "collections", "torch", "torchhal", "typing", "__main__"})
 """Packages whose classes are nobody's to adapt."""
@@ -19,9 +23,10 @@ class Adapters(RunPart[Any]):
         super().__init__(run)
         self._by_class: dict[type, Any] = {}
         self._made: dict[type, Any] = {}
+        self._begun: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_by_class": {}, "_made": {}}  # each process makes its own
+        return {**super().__getstate__(), "_by_class": {}, "_made": {}, "_begun": []}  # each process makes its own
 
     def of(self, owner: Any) -> Any:
         """Return the adapter of a model, data module, callback or logger; None for one that needs none."""
@@ -40,6 +45,7 @@ class Adapters(RunPart[Any]):
         kind = entry.load()
         if kind not in self._made:
             self._made[kind] = kind(self.run)
+        note_framework(cls)
         return self._made[kind]
 
     def trainer_for(self, owner: Any) -> Any:
@@ -70,15 +76,19 @@ class Adapters(RunPart[Any]):
         for owner in (run.module, run.datamodule, *run.callbacks, *run.loggers):
             self.of(owner)
         for adapter in self._made.values():
+            self._begun.append(adapter)
             adapter.begin_run()
 
     def end_run(self) -> None:
-        """Let the adapters end."""
-        for adapter in self._made.values():
-            adapter.end_run()
+        """Let the adapters end that have begun; an error of one is logged, as the run has its own end."""
+        while self._begun:
+            adapter = self._begun.pop()
+            try:
+                adapter.end_run()
+            except Exception:
+                _log.exception("%s.end_run failed", type(adapter).__name__)
 
     def follow_hook(self, name: str | None) -> None:
-        """Tell the adapter of the running model which hook or step begins."""
-        if self._made:
-            for adapter in self._made.values():
-                adapter.follow_hook(name)
+        """Tell the adapters which hook or step begins."""
+        for adapter in self._made.values():
+            adapter.follow_hook(name)

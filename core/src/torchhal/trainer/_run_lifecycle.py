@@ -194,7 +194,6 @@ def begin_call(run: Run, loop: FitLoop, fn: str) -> None:
         module.trainer = run.adapters.trainer_for(module)
     if datamodule is not None:
         datamodule.trainer = run.adapters.trainer_for(datamodule)
-    run.adapters.begin_run()
     run.results.module = module
     run.results.clear()
     loop.optimization = None
@@ -222,6 +221,7 @@ def set_up(run: Run, loop: FitLoop, fn: str, ckpt_path: Any, on_refusal: ExitSta
             owner.prepare_data()
     strategy.barrier("prepare_data")
     add_model_callbacks(run)
+    run.adapters.begin_run()
     if fn == "fit":
         on_refusal.callback(begin_anew(run.callbacks, run.trainer_id))
     for callback in run.callbacks:

@@ -48,7 +48,7 @@ class ModelAdapter(RunPart[Run]):
         """
 
     def begin_run(self) -> None:
-        """Begin a run, in each process of it, when module and data module have their ``trainer``."""
+        """Begin a run, in each process of it, before ``setup`` of callbacks, data module and module."""
 
     def end_run(self) -> None:
         """End a run that has begun, after errors too."""

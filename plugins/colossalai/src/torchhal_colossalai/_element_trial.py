@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -36,6 +37,7 @@ class ElementTrial:
         self._alias = alias
         self._accelerator, self._device = accelerator, device
         self._tried = self._done = 0
+        self._has_failed = False
         self._generator = torch.Generator().manual_seed(0)
         with self._explained():
             parts = (slice(None), slice(0, _HALF), slice(_HALF, _ELEMENTS))
@@ -49,8 +51,14 @@ class ElementTrial:
             ConfigurationError: a step on the halves of a parameter isn't that on the whole.
         """
         self._done += 1
-        if steps := steps_due(self._done, self._tried):
-            self._run(steps)
+        if (steps := steps_due(self._done, self._tried)) and not self._has_failed:
+            try:
+                self._run(steps)
+            except ConfigurationError as error:
+                if error.__cause__ is None:
+                    raise
+                self._has_failed = True  # of the copy: the optimizer itself trains
+                warnings.warn(f"{error}", stacklevel=2)
 
     def _run(self, steps: int) -> None:
         with self._explained():

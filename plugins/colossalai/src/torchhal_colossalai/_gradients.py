@@ -107,7 +107,9 @@ class GradientReducer:
         changed = [each for each, trained in now.items() if self._trained.get(each) is not trained]
         self._trained = now
         self._strategy.check_same_trained(changed)
-        return [each for each in changed if not each.requires_grad]
+        ignored = set(self._strategy.parameters_to_ignore())
+        own = {each for name, each in self._module.named_parameters() if name in ignored}
+        return [each for each in changed if not each.requires_grad and each not in own]
 
     def check_unscaled(self, unscaled: set[int]) -> None:
         """Raise ModelError where a backward would add scaled gradients to unscaled ones that are in store."""

@@ -12,7 +12,8 @@ from torchhal_lightning import _trees as trees
 def install() -> None:
     """Let ``Trainer`` of Lightning's packages be :class:`.trainer.Trainer` from here on, in this process.
 
-    Modules that have imported the name already have it too. Call it before a library subclasses Lightning's Trainer.
+    Modules that have imported it under this name already have it too. Call it before a library subclasses Lightning's
+    Trainer.
 
     Raises:
         ModuleNotFoundError: Lightning isn't installed.
@@ -21,12 +22,14 @@ def install() -> None:
         raise ModuleNotFoundError("Lightning is not installed: pip install lightning")
     from torchhal_lightning.trainer import Trainer
 
-    originals = [_original(root) for root in trees.ROOTS if util.find_spec(root.partition(".")[0])]
+    roots = [root for root in trees.ROOTS if util.find_spec(root.partition(".")[0])]
+    own = {"__module__": Trainer.__module__, "__doc__": Trainer.__doc__}
+    exchanged = [(_original(root), type("Trainer", (Trainer,), {**own, "tree": root})) for root in roots]
     for module in list(sys.modules.values()):
         attributes: dict[str, Any] = getattr(module, "__dict__", {})
-        for original in originals:
+        for original, ours in exchanged:
             if attributes.get("Trainer") is original:
-                attributes["Trainer"] = Trainer
+                attributes["Trainer"] = ours
 
 
 def _original(root: str) -> Any:

@@ -111,7 +111,8 @@ class LoggerConnectorView:
     def should_update_logs(self) -> bool:
         """Whether this step's values go to the loggers."""
         run = self._run
-        return (run.global_step + 1) % run.log_every_n_steps == 0 or run.should_stop
+        every = run.log_every_n_steps
+        return every > 0 and ((run.global_step + 1) % every == 0 or run.should_stop)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         for logger in self._run.loggers:

@@ -73,7 +73,8 @@ class EpochLoopView:
 
     @property
     def _batches_that_stepped(self) -> int:
-        return self._run.global_step
+        run = self._run
+        return run.global_step if getattr(run.module, "automatic_optimization", True) else run.progress.total_batches
 
     def _should_check_val_epoch(self) -> bool:
         every = self._run.check_val_every_n_epoch

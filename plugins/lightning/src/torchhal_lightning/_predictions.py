@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import RandomSampler
+import torch
+from torch.utils.data import BatchSampler
 
+from torchhal.pytree import move_to_device
 from torchhal.trainer.adapters import Run
+
+_IN_ORDER = ("SequentialSampler", "EvaluationSampler")
+"""Samplers that draw the same each time: torch's, and torchhal's for several ranks."""
 
 
 class PredictLoopView:
     """``trainer.predict_loop``.
 
-    The indices of a batch come from the loader's batch sampler, drawn a second time; those of a sampler that shuffles
-    are not known, as under Lightning those of a loader without a batch sampler.
+    The indices of a batch come from the loader's batch sampler, where that goes through the samples in order; of any
+    other they are not known, and empty, as under Lightning those of a loader without a batch sampler.
 
     Args:
         run: that predicts.
@@ -36,14 +41,14 @@ class PredictLoopView:
         """
         self._current = (dataloader_idx, batch_idx)
         if keep or self._current not in self._outputs:
-            self._outputs[self._current] = output if keep else None
+            self._outputs[self._current] = move_to_device(output, torch.device("cpu")) if keep else None
 
     def _indices_of(self, dataloader_idx: int) -> list[list[int]] | None:
         if dataloader_idx not in self._indices:
             loader = self._run.sources.evaluation_data.loaders[dataloader_idx]
-            sampler = getattr(loader, "batch_sampler", None)
-            shuffled = isinstance(getattr(sampler, "sampler", None), RandomSampler)
-            self._indices[dataloader_idx] = None if sampler is None or shuffled else [list(each) for each in sampler]
+            batches: Any = getattr(loader, "batch_sampler", None)
+            in_order = type(batches) is BatchSampler and type(batches.sampler).__name__ in _IN_ORDER
+            self._indices[dataloader_idx] = [list(each) for each in batches] if in_order else None
         return self._indices[dataloader_idx]
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from typing import Any
 
 import torch
@@ -53,12 +52,7 @@ class StrategyView:
         self._run.strategy.barrier(name or "")
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        if self._run.is_global_zero:
-            path = os.fspath(filepath)
-            if os.path.isdir(path):
-                shutil.rmtree(path)
-            elif os.path.exists(path):
-                os.remove(path)
+        self._run.strategy.remove_checkpoint(os.fspath(filepath))
 
 
 class PrecisionView:

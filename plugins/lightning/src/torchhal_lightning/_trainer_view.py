@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary
 
 from torchhal.trainer.adapters import Run
 from torchhal_lightning._logging import LoggerConnectorView, ResultsView
@@ -13,32 +13,34 @@ from torchhal_lightning._predictions import PredictLoopView
 from torchhal_lightning._strategy_view import PrecisionView, StrategyView
 from torchhal_lightning._words import StateView
 
-views: WeakKeyDictionary[Any, TrainerView] = WeakKeyDictionary()
+views: WeakKeyDictionary[Any, ReferenceType[TrainerView]] = WeakKeyDictionary()
 """Trainer of torchhal's -> the object with Lightning's signature that has made it."""
 
-_OWN = frozenset({"_run", "_logger_connector", "_results", "fit_loop", "predict_loop"})
+_OWN = frozenset({"_run", "_kept", "_logger_connector", "_results", "fit_loop", "predict_loop"})
 
 
 class TrainerView:
     """One run under Lightning's names; what isn't named here is the Trainer's own.
 
     Args:
-        run: of the Trainer, which isn't kept alive.
+        run: of the Trainer.
     """
 
     barebones = False
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._kept = run.trainer
+        """As a module keeps its Trainer under Lightning, also when nobody else does."""
         self._results = ResultsView(run)
         self._logger_connector = LoggerConnectorView(run)
         self.fit_loop = FitLoopView(run)
         self.predict_loop = PredictLoopView(run)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(vars(self)["_run"].trainer, name)
+        if name.startswith("__") or "_run" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        return getattr(self._run.trainer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN or "_run" not in vars(self):  # a subclass may set some before it is one's view
@@ -51,7 +53,7 @@ class TrainerView:
             object.__setattr__(self, name, value)
 
     def __reduce__(self) -> Any:
-        raise TypeError("a Trainer's view of a run can't be pickled: the run is in one process")
+        return type(None), ()  # a copy of a module or of data is not a copy of the run
 
     # -- parts -----------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from importlib import import_module
+from importlib import import_module, util
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +17,22 @@ def imported() -> Iterator[ModuleType]:
     for root in ROOTS:
         if root in sys.modules:
             yield import_module(root)
+
+
+def first(root: str | None = None) -> ModuleType:
+    """Return the tree ``root``; without it the first that is imported, or can be.
+
+    Raises:
+        ModuleNotFoundError: Lightning isn't installed.
+    """
+    if root is not None:
+        return import_module(root)
+    for tree in imported():
+        return tree
+    for each in ROOTS:
+        if util.find_spec(each.partition(".")[0]):
+            return import_module(each)
+    raise ModuleNotFoundError("Lightning is not installed: pip install lightning")
 
 
 def root_of(owner: Any) -> str | None:

@@ -11,6 +11,7 @@ from torchhal.trainer.adapters import ModelAdapter, Run, declares_hooks
 from torchhal_lightning import _trees as trees
 from torchhal_lightning._logging import Log
 from torchhal_lightning._predictions import PredictLoopView
+from torchhal_lightning._strategy_view import StrategyView
 from torchhal_lightning._trainer_view import TrainerView, views
 
 _BASES = ("LightningModule", "LightningDataModule", "Callback")
@@ -50,7 +51,8 @@ class LightningAdapter(ModelAdapter):
     @property
     def trainer(self) -> TrainerView:
         if self._view is None:
-            self._view = views.get(self.run.trainer) or TrainerView(self.run)
+            made_by = views.get(self.run.trainer)
+            self._view = (None if made_by is None else made_by()) or TrainerView(self.run)
         return self._view
 
     def prepare_model(self, model: Any) -> None:
@@ -78,6 +80,7 @@ class LightningAdapter(ModelAdapter):
             if owner is not self.run.module:
                 vars(owner).pop("log_dict", None)
         self._attributes = None
+        self.trainer.predict_loop = PredictLoopView(self.run)  # without what was predicted
 
     def follow_hook(self, name: str | None) -> None:
         if self._attributes is not None:
@@ -110,17 +113,17 @@ class LightningAdapter(ModelAdapter):
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
         """Return an object that passes for Lightning's wrapper, and for the optimizer."""
-        (lightning_optimizer,) = trees.classes("core.optimizer.LightningOptimizer")[:1]
+        lightning_optimizer = trees.first(trees.root_of(self.run.module)).core.optimizer.LightningOptimizer
         kind = type(optimizer)
         torchs = type(optimizer.optimizer)
         cls = type(f"Lightning{torchs.__name__}", (kind, lightning_optimizer, torchs), {"optimizer": None})
         wrapped: Any = object.__new__(cls)
         vars(wrapped).update(vars(optimizer))
+        vars(wrapped).update(_strategy=StrategyView(self.run), _on_before_step=_nothing, _on_after_step=_nothing)
         return wrapped
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        tree = next(trees.imported())
-        checkpoint["pytorch-lightning_version"] = tree.__version__
+        checkpoint["pytorch-lightning_version"] = trees.first(trees.root_of(self.run.module)).__version__
 
 
 def _with_loss_in_a_dict(hook: Callable[..., Any], position: int) -> Callable[..., Any]:
@@ -134,3 +137,6 @@ def _with_loss_in_a_dict(hook: Callable[..., Any], position: int) -> Callable[..
 
     call.__wrapped__ = hook  # type: ignore[attr-defined]
     return call
+
+
+def _nothing() -> None: ...

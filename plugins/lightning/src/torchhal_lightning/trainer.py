@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torchhal
 from torchhal.errors import ConfigurationError
@@ -31,6 +32,9 @@ class Trainer(TrainerView):
     Raises:
         ConfigurationError: an argument that isn't mapped, such as ``profiler``, or one outside its domain.
     """
+
+    tree: ClassVar[str | None] = None
+    """The class tree whose callbacks and loggers are the default ones; None: of the first that is imported."""
 
     def __init__(
         self,
@@ -86,7 +90,7 @@ class Trainer(TrainerView):
         root = os.fspath(default_root_dir) if default_root_dir is not None else os.getcwd()
         chosen = list(callbacks) if isinstance(callbacks, list | tuple) else [] if callbacks is None else [callbacks]
         if enable_checkpointing is not False and not fast_dev_run:
-            chosen += _default_checkpoint(chosen)
+            chosen += self._default_checkpoint(chosen)
         trainer = torchhal.Trainer(
             accelerator=accelerator,
             strategy=strategy,
@@ -94,7 +98,7 @@ class Trainer(TrainerView):
             num_nodes=num_nodes,
             precision=_precision(precision, accelerator),
             plugins=plugins,
-            logger=_loggers(logger, root),
+            logger=self._loggers(logger, root),
             callbacks=chosen,
             fast_dev_run=fast_dev_run,
             max_epochs=max_epochs,
@@ -130,7 +134,30 @@ class Trainer(TrainerView):
         self.trainer = trainer
         """torchhal's."""
         super().__init__(run_of(trainer))
-        views[trainer] = self
+        views[trainer] = weakref.ref(self)
+
+    def _loggers(self, logger: Any, root: str) -> Any:
+        """Return the loggers; None and True are Lightning's default: TensorBoard where it is installed, else CSV."""
+        if logger not in (None, True):
+            return list(logger) if isinstance(logger, Iterable) else logger
+        loggers = trees.first(self.tree).loggers
+        try:
+            return loggers.TensorBoardLogger(root)
+        except ModuleNotFoundError:
+            return loggers.CSVLogger(root)
+
+    def _default_checkpoint(self, callbacks: list[Any]) -> list[Any]:
+        """Return Lightning's ModelCheckpoint, unless there is one that saves."""
+        tree = trees.first(self.tree)
+        kinds = (*trees.classes("callbacks.Checkpoint"), torchhal.ModelCheckpoint)
+        return [] if any(isinstance(each, kinds) for each in callbacks) else [tree.callbacks.ModelCheckpoint()]
+
+    def _path(self, model: Any, ckpt_path: Any) -> Any:
+        """Return the checkpoint of an evaluation: the best one of the last fit, also where no model is given."""
+        if ckpt_path == "best" or (ckpt_path is None and model is None):
+            best = getattr(self.checkpoint_callback, "best_model_path", None)
+            return best or ckpt_path
+        return ckpt_path
 
     def fit(
         self,
@@ -154,7 +181,7 @@ class Trainer(TrainerView):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Evaluate on the validation data; one dict of metrics per loader."""
-        return self.trainer.validate(model, dataloaders, ckpt_path, verbose, datamodule)
+        return self.trainer.validate(model, dataloaders, self._path(model, ckpt_path), verbose, datamodule)
 
     def test(
         self,
@@ -166,7 +193,7 @@ class Trainer(TrainerView):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Evaluate on the test data; one dict of metrics per loader."""
-        return self.trainer.test(model, dataloaders, ckpt_path, verbose, datamodule)
+        return self.trainer.test(model, dataloaders, self._path(model, ckpt_path), verbose, datamodule)
 
     def predict(
         self,
@@ -179,7 +206,7 @@ class Trainer(TrainerView):
     ) -> list[Any] | None:
         """Return what ``predict_step`` returned for each batch."""
         keep = True if return_predictions is None else return_predictions
-        return self.trainer.predict(model, dataloaders, datamodule, keep, ckpt_path)
+        return self.trainer.predict(model, dataloaders, datamodule, keep, self._path(model, ckpt_path))
 
 
 def _precision(precision: Any, accelerator: Any) -> Any:
@@ -188,23 +215,3 @@ def _precision(precision: Any, accelerator: Any) -> Any:
         return precision
     word = _PRECISIONS.get(str(precision), str(precision))
     return "bf16-mixed" if word == "16-mixed" and accelerator == "cpu" else word
-
-
-def _loggers(logger: Any, root: str) -> Any:
-    """Return the loggers; None and True are Lightning's default, TensorBoard where it is installed, else CSV files."""
-    if logger not in (None, True):
-        return list(logger) if isinstance(logger, Iterable) else logger
-    loggers = next(trees.imported()).loggers
-    try:
-        return loggers.TensorBoardLogger(root)
-    except ModuleNotFoundError:
-        return loggers.CSVLogger(root)
-
-
-def _default_checkpoint(callbacks: list[Any]) -> list[Any]:
-    """Return Lightning's ModelCheckpoint, unless there is one that saves."""
-    if any(isinstance(callback, trees.classes("callbacks.Checkpoint")) for callback in callbacks):
-        return []
-    if any(isinstance(callback, torchhal.ModelCheckpoint) for callback in callbacks):
-        return []
-    return [next(trees.imported()).callbacks.ModelCheckpoint()]

@@ -184,8 +184,8 @@ class ModelCheckpoint(Callback):
             self._writer.files.continues(path)
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
-        if trainer.checkpoint_callback is self:
-            callbacks = [callback for callback in trainer.checkpoint_callbacks if callback._saves(trainer)]
+        if next(iter(_own(trainer)), None) is self:
+            callbacks = [callback for callback in _own(trainer) if callback._saves(trainer)]
             # Not before: a run whose checkpoint is refused is not taken over.
             take_over_run(trainer, [(callback._writer.files, callback.dirpath or "") for callback in callbacks])
         self._step_seen = trainer.global_step
@@ -253,7 +253,7 @@ class ModelCheckpoint(Callback):
         """Save a state to resume from, when a signal ends the run. Every rank must call."""
         if not self._saves(trainer) or trainer.sanity_checking:
             return
-        others = [callback for callback in trainer.checkpoint_callbacks if callback.dirpath == self.dirpath]
+        others = [callback for callback in _own(trainer) if callback.dirpath == self.dirpath]
         if others and others[0] is not self:
             return  # one file in a folder is enough
         self._settle(trainer)
@@ -448,3 +448,8 @@ class ModelCheckpoint(Callback):
 def _position(trainer: Any) -> tuple[int, int]:
     """Return the optimizer steps and batches so far, both since one step may be made of several batches."""
     return trainer.global_step, trainer.fit_loop.total_batches
+
+
+def _own(trainer: Trainer) -> list[ModelCheckpoint]:
+    """Return the ModelCheckpoints of this class: others may save for another framework."""
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
