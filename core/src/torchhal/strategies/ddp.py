@@ -264,7 +264,8 @@ class DDPStrategy(DDPState):
                 sparse = {weight: name for weight, name in self._sparse.items() if weight in averaged}
                 raise self._unused_sparse(names_of_unused(sparse, loss)) from error
             raise
-        if "through" in kwargs and self._averages_plainly() and self._on_any_rank(passes > 1):
+        averages = "through" in kwargs and self._averages_plainly()
+        if averages and self.reduce_boolean_decision(passes > 1, all=False):
             # DistributedDataParallel has averaged what the first pass computed, and no more
             assert self.module is not None
             ignored, averaged = set(self.parameters_to_ignore()), set(self._averaged)
@@ -284,11 +285,6 @@ class DDPStrategy(DDPState):
         if not isinstance(wrapper, DistributedDataParallel) or not wrapper.require_backward_grad_sync:
             return False
         return self.comm_hook is None and not getattr(wrapper, "_comm_hooks", ())
-
-    def _on_any_rank(self, happened: bool) -> bool:
-        told = torch.tensor(int(happened), dtype=torch.int32, device=self.root_device)
-        with self.guard("comparison of the backward passes"):
-            return bool(collectives.reduce_tensor(told, "max", device=self.root_device))
 
     def _unfrozen_in_step(self) -> list[torch.nn.Parameter]:
         """Return parameters that the step unfroze after the wrapper's forward began, which nothing averages yet.

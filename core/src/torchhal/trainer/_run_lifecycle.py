@@ -394,17 +394,16 @@ def report_failure(run: Run, error: BaseException) -> BaseException:
 def tear_down_hooks(run: Run, fn: str, *, failed: bool = False) -> None:
     """Call every ``teardown``; the first error is raised at the end, unless the run has ``failed`` with another."""
     module = run.module
-    calls: list[tuple[Any, tuple[Any, ...]]] = [
-        *((callback, (run.trainer, module, fn)) for callback in run.callbacks),
-        (run.datamodule, (fn,)),
-        (module, (fn,)),
+    calls: list[tuple[Any, Callable[[Any, str], Any], tuple[Any, ...]]] = [
+        *((callback, run.adapters.bind_callback, (run.trainer, module, fn)) for callback in run.callbacks),
+        (run.datamodule, getattr, (fn,)),
+        (module, getattr, (fn,)),
     ]
     first: Exception | None = None
-    for owner, given in calls:
+    for owner, hook_of, given in calls:
         try:
             if implements(owner, "teardown"):
-                teardown = run.adapters.bind_callback(owner, "teardown") if len(given) > 1 else owner.teardown
-                teardown(*given)
+                hook_of(owner, "teardown")(*given)
         except Exception as error:
             if failed or first is not None:
                 _log.exception("%s.teardown failed too", type(owner).__name__)

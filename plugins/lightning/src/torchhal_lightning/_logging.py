@@ -75,25 +75,15 @@ class ResultsView:
         fx: str,
         name: str,
         value: Any,
-        prog_bar: bool = False,
-        logger: bool = True,
-        on_step: bool = False,
-        on_epoch: bool = True,
-        reduce_fx: Any = "mean",
+        *,
         enable_graph: bool = False,
         sync_dist: bool = False,
         sync_dist_fn: Any = None,
         sync_dist_group: Any = None,
-        add_dataloader_idx: bool = True,
-        batch_size: int | None = None,
-        metric_attribute: str | None = None,
-        rank_zero_only: bool = False,
+        **options: Any,
     ) -> None:
         """Record one value; without ``sync_dist`` too, values of an epoch are those of all ranks."""
-        self._run.results.log(
-            name, value, fx, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist or None, add_dataloader_idx,
-            batch_size, metric_attribute, rank_zero_only,
-        )  # fmt: skip
+        self._run.results.log(name, value, fx, sync_dist=sync_dist or None, **options)
 
 
 class LoggerConnectorView:

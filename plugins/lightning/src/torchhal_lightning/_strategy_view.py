@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -43,16 +42,6 @@ class StrategyView:
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         word = str(getattr(reduce_op, "name", reduce_op)).lower() if reduce_op is not None else "mean"
         return self._run.strategy.reduce(tensor, "mean" if word == "avg" else word)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        votes = self._run.strategy.reduce(torch.tensor(float(bool(decision))), "sum")
-        return bool(int(votes) == self._run.world_size if all else int(votes))
-
-    def barrier(self, name: str | None = None) -> None:
-        self._run.strategy.barrier(name or "")
-
-    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        self._run.strategy.remove_checkpoint(os.fspath(filepath))
 
 
 class PrecisionView:
