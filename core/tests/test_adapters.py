@@ -114,6 +114,23 @@ def acme(monkeypatch):
         yield module
 
 
+def line(base):
+    """Return a model of one weight, of a framework's base class or of torchhal's."""
+
+    class Line(base):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+
+        def training_step(self, batch, batch_idx):
+            return (self.weight - batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return Line()
+
+
 def loader():
     return DataLoader(TensorDataset(torch.arange(8.0).unsqueeze(1)), 2)
 
@@ -163,18 +180,7 @@ def test_a_callback_alone_has_its_adapter(acme):
         def on_train_start(self, engine, model):
             seen.append((type(engine).__name__, type(model.trainer).__name__))
 
-    class Line(torchhal.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(1))
-
-        def training_step(self, batch, batch_idx):
-            return (self.weight - batch[0]).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    Trainer(callbacks=[Watch()], enable_checkpointing=False, **QUIET).fit(Line(), loader())
+    Trainer(callbacks=[Watch()], enable_checkpointing=False, **QUIET).fit(line(torchhal.Module), loader())
     assert seen == [("Engine", "Trainer")]
 
 
@@ -184,15 +190,8 @@ def test_an_adapter_that_fails_at_the_end_costs_no_tear_down(acme, monkeypatch, 
 
     monkeypatch.setattr(AcmeAdapter, "end_run", fail)
 
-    class Line(acme.Model):
-        def training_step(self, batch, batch_idx):
-            return (self.weight - batch[0]).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
     trainer = Trainer(enable_checkpointing=False, **QUIET)
-    trainer.fit(Line(), loader())
+    trainer.fit(line(acme.Model), loader())
     assert not trainer.strategy.is_set_up and "AcmeAdapter.end_run failed" in caplog.text
 
 
@@ -200,34 +199,16 @@ def test_torchhals_checkpoints_beside_those_of_another_framework(acme, tmp_path)
     class Saver(acme.Callback):
         pass
 
-    class Line(acme.Model):
-        def training_step(self, batch, batch_idx):
-            return (self.weight - batch[0]).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
     callbacks = [Saver(), torchhal.ModelCheckpoint(tmp_path)]
     trainer = Trainer(callbacks=callbacks, default_root_dir=tmp_path, **QUIET)
-    trainer.fit(Line(), loader())
+    trainer.fit(line(acme.Model), loader())
     assert [type(each).__name__ for each in trainer.checkpoint_callbacks] == ["Saver", "ModelCheckpoint"]
     assert callbacks[1].best_model_path
 
 
 def test_models_of_torchhal_and_of_nobody_need_none(acme):
-    class Line(torchhal.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(1))
-
-        def training_step(self, batch, batch_idx):
-            return (self.weight - batch[0]).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
     trainer = Trainer(enable_checkpointing=False, **QUIET)
-    trainer.fit(Line(), loader())
+    trainer.fit(line(torchhal.Module), loader())
     assert not made
 
 
