@@ -147,7 +147,7 @@ def test_a_trainer_that_nobody_keeps_is_freed(pl):
     assert [each() for each in gone] == [None, None]
 
 
-def test_a_subclass_may_ask_before_it_is_made():
+def test_a_subclass_may_ask_before_it_is_made(pl):
     class Asks(Trainer):
         def __init__(self):
             self.before = getattr(self, "something", 3)
