@@ -3,7 +3,6 @@
 import sys
 import types
 
-import importlib_metadata
 import pytest
 import torch
 from torch import nn
@@ -11,7 +10,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchhal
 from torchhal import Trainer, registry
-from torchhal.errors import AmbiguousAliasError, PluginError
 from torchhal.testing import isolated_registry
 from torchhal.trainer.adapters import ModelAdapter, declares_hooks, implements
 
@@ -210,49 +208,3 @@ def test_models_of_torchhal_and_of_nobody_need_none(acme):
     trainer = Trainer(enable_checkpointing=False, **QUIET)
     trainer.fit(line(torchhal.Module), loader())
     assert not made
-
-
-def declare(folder, distribution, text, manifest):
-    """Lay a distribution out in ``folder``, as pip would."""
-    info = folder / f"{distribution}-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(text)
-    (folder / f"{distribution}_manifest.py").write_text(manifest)
-
-
-MANIFEST = """
-from torchhal.plugin import Component, hookimpl
-
-@hookimpl
-def torchhal_model_adapters():
-    return [Component("{alias}", "test_adapters:AcmeAdapter")]
-"""
-
-
-def test_metadata_names_the_package_of_the_classes(tmp_path, monkeypatch):
-    """Nothing is imported for classes of other packages, and one adapter for a package."""
-    monkeypatch.syspath_prepend(tmp_path)
-    for name, package in (("one", "acme"), ("other", "elsewhere")):
-        text = f"[torchhal]\n{name} = {name}_manifest\n[torchhal.adapt]\n{package} = {name}\n"
-        declare(tmp_path, name, text, MANIFEST.format(alias=name))
-    installed = list(importlib_metadata.distributions(path=[str(tmp_path)]))
-    with isolated_registry(distributions=installed):
-        entry = registry.adapter_of({"acme", "torch"})
-        assert entry.qualified_name == "one/one" and "other_manifest" not in sys.modules
-        assert registry.adapter_of({"nobodys"}) is None
-    text = "[torchhal]\nthird = third_manifest\n[torchhal.adapt]\nacme = third\n"
-    declare(tmp_path, "third", text, MANIFEST.format(alias="third"))
-    installed = list(importlib_metadata.distributions(path=[str(tmp_path)]))
-    twice = r"classes of acme are adapted by 2 plugins, one/one and third"
-    with isolated_registry(distributions=installed), pytest.raises(AmbiguousAliasError, match=twice):
-        registry.adapter_of({"acme"})
-
-
-def test_a_manifest_that_is_broken_is_said(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    declare(tmp_path, "ill", "[torchhal]\nill = ill_manifest\n[torchhal.adapt]\nacme = ill\n", "raise OSError('no')")
-    installed = list(importlib_metadata.distributions(path=[str(tmp_path)]))
-    why = r"classes of acme need a model adapter, and .*ill"
-    with isolated_registry(distributions=installed), pytest.raises(PluginError, match=why):
-        registry.adapter_of({"acme"})

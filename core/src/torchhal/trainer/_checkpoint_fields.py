@@ -100,20 +100,6 @@ class Field:
             raise self.refuse(f"{expected} ({type(error).__name__}: {error})") from error
 
 
-def check_format(checkpoint: Mapping[str, Any], path: str) -> None:
-    """Raise CheckpointMismatchError for a checkpoint that another library, or a later release, has written."""
-    if (
-        checkpoint.get("torchhal_format") is None
-        and (theirs := checkpoint.get("pytorch-lightning_version")) is not None
-    ):
-        raise CheckpointMismatchError(
-            f"{path!r} was written by Lightning {theirs}, whose loops, callbacks and data positions are others: "
-            "training can't continue from it. Its weights are in its 'state_dict': load them into the model "
-            "(load_from_checkpoint), and pass no ckpt_path"
-        )
-    trainer_format.check_format(checkpoint, path)
-
-
 def check_weights(checkpoint: Mapping[str, Any], path: str) -> None:
     """Raise CheckpointMismatchError unless ``state_dict`` can be a module's."""
     trainer_format.check_has_weights(checkpoint, path)
@@ -127,13 +113,19 @@ def check_training_state(checkpoint: Mapping[str, Any], path: str) -> None:
     """Raise unless all that a fit continues from is present, of the expected types, and consistent.
 
     Raises:
-        CheckpointMismatchError: the checkpoint holds weights only.
+        CheckpointMismatchError: the checkpoint holds weights only, or another library has written it.
         CheckpointCorruptError: a field is missing or invalid; the message names it.
     """
     if "optimizer_states" not in checkpoint and "loops" not in checkpoint:
         raise CheckpointMismatchError(
             f"{path!r} holds weights only, so training can't continue from it: load them into the model "
             "(load_from_checkpoint) and fit without ckpt_path"
+        )
+    if "torchhal_format" not in checkpoint and "torchhal_version" not in checkpoint:
+        raise CheckpointMismatchError(
+            f"{path!r} was written by another library (it has {', '.join(map(str, list(checkpoint)[:8]))}): training "
+            "can't continue from it, unless the model is that library's own and a plugin for it is installed. Its "
+            "weights are in its 'state_dict': load them into the model (load_from_checkpoint), and pass no ckpt_path"
         )
     root = Field(checkpoint, "", path)
     root.at("torchhal_format")

@@ -14,7 +14,7 @@ from torchhal._overrides import implements
 from torchhal._rank_state import STATES_KEY
 from torchhal.checkpoint import CheckpointIO
 from torchhal.checkpoint._inspection import is_tensor
-from torchhal.checkpoint._trainer_format import FORMAT, check_dtypes
+from torchhal.checkpoint._trainer_format import FORMAT, check_dtypes, check_format
 from torchhal.checkpoint.base import overrides_recognizes
 from torchhal.errors import (
     CheckpointError,
@@ -29,7 +29,7 @@ from torchhal.trainer import _checkpoint_digests as checkpoint_digests
 from torchhal.trainer import _rank_states as rank_states
 from torchhal.trainer import _resume as resume
 from torchhal.trainer._callback_states import callback_states, load_callback_states, unchanged_by_errors
-from torchhal.trainer._checkpoint_fields import check_format, check_training_state, check_weights
+from torchhal.trainer._checkpoint_fields import check_training_state, check_weights
 from torchhal.trainer._frozen_parameters import KEY as FROZEN
 from torchhal.trainer._trained_by import check_same
 from torchhal.trainer.callbacks._checkpoint_files import is_filled
@@ -135,6 +135,8 @@ def read_checkpoint(run: Run, path: str) -> dict[str, Any]:
     """
     module, training = run.module, run.state.fn == "fit"
     checkpoint = run.strategy.load_checkpoint(path)
+    if (adapter := run.adapters.of(module)) is not None:
+        checkpoint = adapter.adapt_checkpoint(checkpoint)
     check_format(checkpoint, path)
     if training:
         checkpoint_digests.check_digests(checkpoint, path)

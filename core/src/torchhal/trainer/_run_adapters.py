@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchhal import registry
 from torchhal._overrides import note_framework
+from torchhal.resolve import Request
 from torchhal.trainer._run_part import RunPart
 
 _log = logging.getLogger("torchhal")
@@ -47,6 +48,15 @@ class Adapters(RunPart[Any]):
             self._made[kind] = kind(self.run)
         note_framework(cls)
         return self._made[kind]
+
+    def adapt_request(self, request: Request) -> Request:
+        """Return the hardware arguments with torchhal's parts in place of those of another framework."""
+        plugins = request.plugins if isinstance(request.plugins, list | tuple) else (request.plugins,)
+        parts = (request.accelerator, request.strategy, request.precision, *plugins)
+        objects = [part for part in parts if not isinstance(part, str | int | Mapping | type | None)]
+        for adapter in dict.fromkeys(filter(None, map(self.of, objects))):
+            request = adapter.adapt_request(request)
+        return request
 
     def trainer_for(self, owner: Any) -> Any:
         """Return the Trainer as ``owner`` expects it."""

@@ -19,10 +19,11 @@ from collections.abc import Callable
 from typing import Any
 
 from torchhal._overrides import declares_hooks, implements
+from torchhal.resolve import Request
 from torchhal.trainer._run_part import RunPart
 from torchhal.trainer.run import Run
 
-__all__ = ["ModelAdapter", "Run", "declares_hooks", "implements", "run_of"]
+__all__ = ["ModelAdapter", "Request", "Run", "declares_hooks", "implements", "run_of"]
 
 
 class ModelAdapter(RunPart[Run]):
@@ -39,6 +40,19 @@ class ModelAdapter(RunPart[Run]):
     def trainer(self) -> Any:
         """What the framework's objects get for the Trainer: as ``module.trainer``, and as the argument of hooks."""
         return self.run.trainer
+
+    def adapt_request(self, request: Request) -> Request:
+        """Return the Trainer's hardware arguments with torchhal's in place of the framework's own objects.
+
+        Called when a Trainer is made with one of them as accelerator, strategy or precision, or in ``plugins``.
+
+        Args:
+            request: the arguments as the user wrote them.
+
+        Raises:
+            ConfigurationError: one of the objects has no counterpart; the message says what to write instead.
+        """
+        return request
 
     def prepare_model(self, model: Any) -> None:
         """Prepare a model of the framework, before the Trainer looks at it for the first time.
@@ -79,6 +93,15 @@ class ModelAdapter(RunPart[Run]):
             optimizer: with the methods ``step(closure)`` and ``zero_grad()`` and the attribute ``optimizer``, torch's.
         """
         return optimizer
+
+    def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return a checkpoint in torchhal's format, on every rank, of one that the framework's own trainer has written.
+
+        Args:
+            checkpoint: as it was loaded for a run of one of the framework's models; torchhal's own has a
+                ``"torchhal_format"``.
+        """
+        return checkpoint
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what the framework reads from a checkpoint of one of its models, on every rank.

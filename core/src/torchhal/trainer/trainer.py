@@ -173,10 +173,8 @@ class Trainer(TrainerProperties):
             self._shorten()
             logger = False
 
-        plan = resolve(
-            Request(accelerator, strategy, devices, num_nodes, precision, () if plugins is None else plugins),
-            on_environment_chosen=expect,
-        )
+        request = Request(accelerator, strategy, devices, num_nodes, precision, () if plugins is None else plugins)
+        plan = resolve(self._run.adapters.adapt_request(request), on_environment_chosen=expect)
         self._run.compose(plan)
         if self.sync_batchnorm:
             self.strategy.check_sync_batchnorm(plan.world_size)

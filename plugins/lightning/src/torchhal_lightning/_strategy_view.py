@@ -7,6 +7,25 @@ from typing import Any
 import torch
 
 from torchhal.trainer.adapters import Run
+from torchhal_lightning import _trees as trees
+
+_CLASSES = {
+    "DDPStrategy": "ddp",
+    "FSDPStrategy": "fsdp zero2 zero3",
+    "DeepSpeedStrategy": "deepspeed",
+    "SingleDeviceStrategy": "single_device",
+    "SingleDeviceXLAStrategy": "single_xla",
+    "XLAStrategy": "xla",
+}
+_CLASS_OF = {alias: name for name, aliases in _CLASSES.items() for alias in aliases.split()}
+
+
+def _class_of(alias: str, root: str | None) -> type:
+    """Return Lightning's class of strategies that ``alias`` stands for; StrategyView where there is none."""
+    words = (alias, alias.partition("_")[0])  # ddp_spawn is a DDPStrategy, deepspeed_stage_3 a DeepSpeedStrategy
+    name = next((_CLASS_OF[word] for word in words if word in _CLASS_OF), None)
+    found: type = StrategyView if name is None else getattr(trees.first(root).strategies, name)
+    return found
 
 
 class StrategyView:
@@ -17,6 +36,14 @@ class StrategyView:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._run.strategy, name)
+
+    @property
+    def __class__(self) -> type:  # isinstance(trainer.strategy, DDPStrategy) asks for it
+        return _class_of(self._run.strategy.alias, trees.root_of(self._run.module))
+
+    @__class__.setter
+    def __class__(self, value: type) -> None:
+        raise TypeError("the class of a Trainer's strategy is fixed")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "optimizers":

@@ -12,6 +12,11 @@ ROOTS = ("lightning.pytorch", "pytorch_lightning")
 PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
+def has(cls: type) -> bool:
+    """Whether a class is Lightning's own."""
+    return cls.__module__.partition(".")[0] in PACKAGES
+
+
 def imported() -> Iterator[ModuleType]:
     """Yield the trees that the program has imported; the two have different classes of the same names."""
     for root in ROOTS:

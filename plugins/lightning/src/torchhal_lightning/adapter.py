@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
-from torchhal.trainer.adapters import ModelAdapter, Run, declares_hooks
+from torchhal.trainer.adapters import ModelAdapter, Request, Run, declares_hooks
 from torchhal_lightning import _trees as trees
+from torchhal_lightning._lightning_checkpoints import VERSION, from_lightning, is_lightnings
 from torchhal_lightning._logging import Log
 from torchhal_lightning._predictions import PredictLoopView
 from torchhal_lightning._strategy_view import StrategyView
 from torchhal_lightning._trainer_view import TrainerView, views
+from torchhal_lightning._translated_parts import translated
 
 _BASES = ("LightningModule", "LightningDataModule", "Callback")
 _WITH_BODY = ("predict_step",)
@@ -45,7 +47,7 @@ class LightningAdapter(ModelAdapter):
         for name in _BASES:
             for base in trees.classes(name):
                 for cls in base.__mro__:
-                    if cls.__module__.partition(".")[0] in trees.PACKAGES:
+                    if trees.has(cls):
                         declares_hooks(cls, but=_WITH_BODY)
 
     @property
@@ -54,6 +56,9 @@ class LightningAdapter(ModelAdapter):
             made_by = views.get(self.run.trainer)
             self._view = (None if made_by is None else made_by()) or TrainerView(self.run)
         return self._view
+
+    def adapt_request(self, request: Request) -> Request:
+        return translated(request)
 
     def prepare_model(self, model: Any) -> None:
         self._declare()  # the other tree may have been imported since
@@ -122,8 +127,11 @@ class LightningAdapter(ModelAdapter):
         vars(wrapped).update(_strategy=StrategyView(self.run), _on_before_step=_nothing, _on_after_step=_nothing)
         return wrapped
 
+    def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        return from_lightning(checkpoint, self.run) if is_lightnings(checkpoint) else checkpoint
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["pytorch-lightning_version"] = trees.first(trees.root_of(self.run.module)).__version__
+        checkpoint[VERSION] = trees.first(trees.root_of(self.run.module)).__version__
 
 
 def _with_loss_in_a_dict(hook: Callable[..., Any], position: int) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Iterable
 from datetime import timedelta
@@ -10,6 +11,7 @@ from typing import Any, ClassVar
 
 import torchhal
 from torchhal.errors import ConfigurationError
+from torchhal.resolve import Request, resolve
 from torchhal.trainer.adapters import run_of
 from torchhal_lightning import _trees as trees
 from torchhal_lightning._trainer_view import TrainerView, views
@@ -22,12 +24,15 @@ _PRECISIONS = {
 }
 """Lightning's older words, and the newer ones."""
 
+_STRATEGIES: dict[str, Any] = {"fsdp_cpu_offload": {"fsdp": {"cpu_offload": True}}, "xla_debug": "xla"}
+"""Lightning's aliases that torchhal spells with options."""
+
 
 class Trainer(TrainerView):
     """Lightning's Trainer, of which torchhal's does the work.
 
     The arguments are Lightning's. Those that name a part (``accelerator``, ``strategy``, ``precision``, ``plugins``)
-    take torchhal's aliases and objects. Modules and callbacks have this object as their Trainer.
+    take torchhal's aliases and objects, too. Modules and callbacks have this object as their Trainer.
 
     Raises:
         ConfigurationError: an argument that isn't mapped, such as ``profiler``, or one outside its domain.
@@ -91,13 +96,15 @@ class Trainer(TrainerView):
         chosen = list(callbacks) if isinstance(callbacks, list | tuple) else [] if callbacks is None else [callbacks]
         if enable_checkpointing is not False and not fast_dev_run:
             chosen += self._default_checkpoint(chosen)
+        parts = list(plugins) if isinstance(plugins, list | tuple) else [] if plugins is None else [plugins]
+        layers = [each for each in parts if isinstance(each, trees.classes("plugins.LayerSync"))]
         trainer = torchhal.Trainer(
             accelerator=accelerator,
-            strategy=strategy,
+            strategy=_STRATEGIES.get(strategy, strategy) if isinstance(strategy, str) else strategy,
             devices=devices,
             num_nodes=num_nodes,
             precision=_precision(precision, accelerator),
-            plugins=plugins,
+            plugins=[each for each in parts if each not in layers],
             logger=self._loggers(logger, root),
             callbacks=chosen,
             fast_dev_run=fast_dev_run,
@@ -126,7 +133,7 @@ class Trainer(TrainerView):
             inference_mode=inference_mode,
             use_distributed_sampler=use_distributed_sampler,
             detect_anomaly=detect_anomaly,
-            sync_batchnorm=sync_batchnorm,
+            sync_batchnorm=sync_batchnorm or bool(layers),
             reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs,
             default_root_dir=root,
         )
@@ -214,4 +221,13 @@ def _precision(precision: Any, accelerator: Any) -> Any:
     if not isinstance(precision, str | int):
         return precision
     word = _PRECISIONS.get(str(precision), str(precision))
-    return "bf16-mixed" if word == "16-mixed" and accelerator == "cpu" else word
+    if word != "16-mixed" or not _is_cpu(accelerator):
+        return word
+    warnings.warn("precision='16-mixed' is 'bf16-mixed' on a CPU", stacklevel=3)
+    return "bf16-mixed"
+
+
+def _is_cpu(accelerator: Any) -> bool:
+    if accelerator == "auto":
+        return resolve(Request()).accelerator.alias == "cpu"
+    return accelerator == "cpu" or type(accelerator).__name__ == "CPUAccelerator"

@@ -1,0 +1,101 @@
+"""Runs Lightning's own tests by torchhal's Trainer, and says of each that fails why it does.
+
+    python plugins/lightning/tests/lightning_suite FOLDER [pytest's arguments]
+
+FOLDER is a checkout of Lightning at the installed version's tag; where it doesn't exist, it is cloned. Lightning's
+tests are fetched, never committed here. They run twice: by Lightning's own Trainer, whose outcomes are kept beside the
+checkout, and by torchhal's. What counts is each test that makes a Trainer, asks for public behaviour only (overlay.py)
+and passes by Lightning's on this machine. ``known.toml`` gives the class of each that fails by torchhal's:
+
+- ``design``: torchhal's way holds; the README's table of differences has it,
+- ``words``: the same behaviour, in other words of an error or a log,
+- ``missing``: not mapped yet,
+- ``defect``: ours; also what the file doesn't name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import tomllib
+
+HERE = Path(__file__).parent
+REPOSITORY = "https://github.com/Lightning-AI/pytorch-lightning"
+OUTSIDE = ("tests_pytorch/accelerators", "tests_pytorch/graveyard", "tests_pytorch/strategies/launchers")
+"""Folders whose tests are about Lightning's parts themselves."""
+
+
+def fetch(folder: Path) -> None:
+    """Clone Lightning at the tag of the installed version."""
+    command = ["git", "clone", "--quiet", "--depth", "1", "--branch", version("lightning"), REPOSITORY, str(folder)]
+    subprocess.run(command, check=True)
+
+
+def run(folder: Path, trainer: str, arguments: list[str]) -> dict[str, dict[str, Any]]:
+    """Run the tests by the Trainer of ``trainer``, and return each one's line of results."""
+    results = folder / f"results-{trainer}.jsonl"
+    results.unlink(missing_ok=True)
+    environment = os.environ | {
+        "LIGHTNING_SUITE_TRAINER": trainer,
+        "LIGHTNING_SUITE_RESULTS": str(results.resolve()),
+        "PYTHONPATH": os.pathsep.join(
+            [str(HERE.resolve()), str((folder / "tests").resolve()), os.environ.get("PYTHONPATH", "")]
+        ),
+    }
+    command = [
+        sys.executable, "-m", "pytest", "-q", "-p", "overlay", "-p", "no:cacheprovider", "-p", "no:doctest",
+        "--tb=short", "--override-ini=addopts=", "--override-ini=xfail_strict=false", "--timeout=120",
+        "--numprocesses=2", "--disable-warnings", *(f"--ignore={each}" for each in OUTSIDE),
+        *(arguments or ["tests_pytorch"]),
+    ]  # fmt: skip
+    with open(folder / f"output-{trainer}.txt", "w", encoding="utf-8") as output:
+        subprocess.run(command, cwd=folder / "tests", env=environment, check=False, stdout=output, stderr=output)
+    lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    return {line["test"]: line for line in lines}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--again", action="store_true", help="run the tests by Lightning's Trainer again")
+    chosen, arguments = parser.parse_known_args()
+    if not chosen.folder.exists():
+        fetch(chosen.folder)
+    kept = chosen.folder / f"lightning-{version('lightning')}.json"
+    if chosen.again or not kept.exists():
+        kept.write_text(json.dumps(run(chosen.folder, "lightning", [])), encoding="utf-8")
+    theirs = json.loads(kept.read_text(encoding="utf-8"))
+    fair = {test for test, line in theirs.items() if line["outcome"] == "passed" and line["trainers"]}
+    ours = run(chosen.folder, "torchhal", arguments)
+    counted = fair & ours.keys() if arguments else fair
+    report(counted, ours)
+
+
+def report(counted: set[str], ours: dict[str, dict[str, Any]]) -> None:
+    """Print each test that failed, with its class, and the sums."""
+    known: dict[str, dict[str, str]] = tomllib.loads((HERE / "known.toml").read_text(encoding="utf-8"))
+    class_of = {test: kind for kind, tests in known.items() for test in tests}
+    classes: Counter[str] = Counter()
+    for test in sorted(counted):
+        line = ours.get(test, {"outcome": "lost", "why": "no result: its process died"})
+        if line["outcome"] == "passed":
+            continue
+        kind = class_of.get(test) or class_of.get(test.partition("[")[0]) or "defect"
+        classes[kind] += 1
+        print(f"{kind:8} {test}\n         {line['why'].splitlines()[0][:160] if line['why'] else line['outcome']}")
+    asked = len(counted) - classes["design"]
+    passed = len(counted) - classes.total()
+    print(f"\n{passed} of {asked} pass ({passed / max(asked, 1):.1%}); left out as design: {classes['design']}")
+    print("of those that don't: " + ", ".join(f"{kind} {number}" for kind, number in classes.most_common()))
+
+
+if __name__ == "__main__":
+    main()
