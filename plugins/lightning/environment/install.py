@@ -10,7 +10,14 @@ from __future__ import annotations
 import subprocess
 import sys
 
-PACKAGES = ("lightning==2.6.6", "pytorch-lightning==2.6.6", "torchmetrics>=1.8,<2", "tensorboard", "rich")
+PACKAGES = (
+    "lightning==2.6.6",
+    "pytorch-lightning==2.6.6",
+    "torchmetrics>=1.8,<2",
+    "tensorboard",
+    "rich",
+    "jsonargparse[signatures]",
+)
 
 
 def main() -> None:

@@ -136,7 +136,7 @@ def read_checkpoint(run: Run, path: str) -> dict[str, Any]:
     module, training = run.module, run.state.fn == "fit"
     checkpoint = run.strategy.load_checkpoint(path)
     if (adapter := run.adapters.of(module)) is not None:
-        checkpoint = adapter.adapt_checkpoint(checkpoint)
+        checkpoint = adapter.adapt_checkpoint(checkpoint, path)
     check_format(checkpoint, path)
     if training:
         checkpoint_digests.check_digests(checkpoint, path)

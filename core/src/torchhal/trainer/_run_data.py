@@ -40,6 +40,14 @@ def load_training_data(run: Run, *, again: bool = False) -> TrainingData:
     return progress.data
 
 
+def reload_data(run: Run) -> TrainingData:
+    """Get the loaders of a fit, those of training and of validation, from their owners once more."""
+    data = load_training_data(run, again=True)
+    run.sources.validation_data.close()
+    run.sources.validation_data = load_validation_data(run)
+    return data
+
+
 def load_validation_data(run: Run) -> EvaluationData:
     """Return what a fit validates on; nothing where the model has no ``validation_step`` or the limit is no batch.
 

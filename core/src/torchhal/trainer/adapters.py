@@ -20,10 +20,11 @@ from typing import Any
 
 from torchhal._overrides import declares_hooks, implements
 from torchhal.resolve import Request
+from torchhal.trainer._run_data import reload_data
 from torchhal.trainer._run_part import RunPart
 from torchhal.trainer.run import Run
 
-__all__ = ["ModelAdapter", "Request", "Run", "declares_hooks", "implements", "run_of"]
+__all__ = ["ModelAdapter", "Request", "Run", "declares_hooks", "implements", "reload_data", "run_of"]
 
 
 class ModelAdapter(RunPart[Run]):
@@ -94,12 +95,16 @@ class ModelAdapter(RunPart[Run]):
         """
         return optimizer
 
-    def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    def adapt_checkpoint(self, checkpoint: dict[str, Any], path: str) -> dict[str, Any]:
         """Return a checkpoint in torchhal's format, on every rank, of one that the framework's own trainer has written.
 
         Args:
             checkpoint: as it was loaded for a run of one of the framework's models; torchhal's own has a
                 ``"torchhal_format"``.
+            path: where it was, for messages.
+
+        Raises:
+            CheckpointCorruptError: the framework's own format lacks something.
         """
         return checkpoint
 

@@ -1,36 +1,70 @@
-"""Exchange the Trainer that libraries construct themselves by torchhal's with Lightning's signature."""
+"""Exchange the Trainer and the Tuner that libraries construct themselves by torchhal's with Lightning's signature."""
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
 from importlib import import_module, util
 from typing import Any
 
 from torchhal_lightning import _trees as trees
 
+_METHODS = ("__init__", "fit", "validate", "test", "predict")
+
 
 def install() -> None:
-    """Let ``Trainer`` of Lightning's packages be :class:`.trainer.Trainer` from here on, in this process.
+    """Let ``Trainer`` and ``Tuner`` of Lightning's packages be this package's from here on, in this process.
 
-    Modules that have imported it under this name already have it too. Call it before a library subclasses Lightning's
-    Trainer.
+    Modules that have imported them under these names already have ours too. Call it before a library subclasses
+    Lightning's Trainer.
 
     Raises:
         ModuleNotFoundError: Lightning isn't installed.
     """
-    if not any(util.find_spec(root.partition(".")[0]) for root in trees.ROOTS):
-        raise ModuleNotFoundError("Lightning is not installed: pip install lightning")
-    from torchhal_lightning.trainer import Trainer
-
     roots = [root for root in trees.ROOTS if util.find_spec(root.partition(".")[0])]
-    own = {"__module__": Trainer.__module__, "__doc__": Trainer.__doc__}
-    exchanged = [(_original(root), type("Trainer", (Trainer,), {**own, "tree": root})) for root in roots]
+    if not roots:
+        raise ModuleNotFoundError("Lightning is not installed: pip install lightning")
+    from torchhal_lightning.tuner import Tuner
+
+    for root in roots:
+        trainer = import_module(f"{root}.trainer.trainer").Trainer
+        if getattr(trainer, "tree", None) is not None:
+            continue  # installed before
+        ours = _like(trainer, root)
+        _exchange("Trainer", trainer, ours)
+        _exchange("Tuner", import_module(f"{root}.tuner.tuning").Tuner, Tuner)
+        _exchange_default(import_module(f"{root}.cli").LightningCLI, trainer, ours)
+
+
+def _exchange(name: str, original: Any, ours: Any) -> None:
     for module in list(sys.modules.values()):
         attributes: dict[str, Any] = getattr(module, "__dict__", {})
-        for original, ours in exchanged:
-            if attributes.get("Trainer") is original:
-                attributes["Trainer"] = ours
+        if attributes.get(name) is original:
+            attributes[name] = ours
 
 
-def _original(root: str) -> Any:
-    return import_module(f"{root}.trainer.trainer").Trainer
+def _exchange_default(owner: type, original: Any, ours: Any) -> None:
+    """Exchange the default of a constructor's argument."""
+    init: Any = owner.__init__  # type: ignore[misc]
+    init.__defaults__ = tuple(ours if value is original else value for value in init.__defaults__)
+
+
+def _like(original: type, root: str) -> type:
+    """Return this package's Trainer with the annotations of Lightning's, which its command line makes options of."""
+    from torchhal_lightning.trainer import Trainer
+
+    methods = {name: _annotated(getattr(Trainer, name), getattr(original, name)) for name in _METHODS}
+    own = {"__module__": Trainer.__module__, "__doc__": original.__doc__, "tree": root}
+    return type("Trainer", (Trainer,), {**own, **methods})
+
+
+def _annotated(body: Callable[..., Any], original: Any) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return body(self, *args, **kwargs)
+
+    original = inspect.unwrap(original)
+    method.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    method.__annotations__ = dict(original.__annotations__)
+    method.__name__, method.__qualname__, method.__doc__ = original.__name__, original.__qualname__, original.__doc__
+    return method

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchhal import rng
+from torchhal.errors import CheckpointCorruptError
 from torchhal.trainer.adapters import Run
 from torchhal_lightning import _trees as trees
 
@@ -18,7 +19,7 @@ def is_lightnings(checkpoint: dict[str, Any]) -> bool:
     return VERSION in checkpoint and "torchhal_format" not in checkpoint
 
 
-def from_lightning(checkpoint: dict[str, Any], run: Run) -> dict[str, Any]:
+def from_lightning(checkpoint: dict[str, Any], run: Run, path: str) -> dict[str, Any]:
     """Return the same state in torchhal's format: weights, optimizers, schedulers, callbacks, scaler and counters.
 
     Lightning saves neither the random-number generators nor the position in a shuffled epoch: a checkpoint from inside
@@ -27,16 +28,27 @@ def from_lightning(checkpoint: dict[str, Any], run: Run) -> dict[str, Any]:
     Args:
         checkpoint: as loaded; of any version that Lightning itself can read.
         run: that continues.
+        path: of the file, for messages.
+
+    Raises:
+        CheckpointCorruptError: a counter of Lightning's loops is missing, or the version is none of Lightning's.
     """
     tree = trees.first(trees.root_of(run.module))
-    checkpoint, _ = tree.utilities.migration.migrate_checkpoint(checkpoint)
+    try:
+        checkpoint, _ = tree.utilities.migration.migrate_checkpoint(checkpoint)
+    except Exception as error:
+        raise _damaged(path, f"Lightning can't read its version ({type(error).__name__}: {error})") from error
     if "loops" not in checkpoint or "optimizer_states" not in checkpoint:
-        return {**checkpoint, "torchhal_format": FORMAT}  # weights only
-    counters = _counters(checkpoint["loops"]["fit_loop"], checkpoint["global_step"])
+        weights_only = {name: value for name, value in checkpoint.items() if name != "loops"}
+        return {**weights_only, "torchhal_format": FORMAT}
+    try:
+        counters = _counters(checkpoint["loops"]["fit_loop"], checkpoint["global_step"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, f"its counters lack {error}") from error
     counters["accumulate"] = run.accumulate_grad_batches
     inside = counters["batches_done"] and not counters["epoch_done"]
     run.trainer.warn_once(
-        f"the checkpoint of Lightning {checkpoint[VERSION]} is continued with its weights, optimizers, schedulers, "
+        f"{path!r}, of Lightning {checkpoint[VERSION]}, is continued with its weights, optimizers, schedulers, "
         f"callbacks and counters, and with random numbers of now{', the epoch in the order of now' if inside else ''}"
     )
     strategy = run.strategy
@@ -58,6 +70,13 @@ def from_lightning(checkpoint: dict[str, Any], run: Run) -> dict[str, Any]:
         },
         "ranks": [{"rng": state, "data": None, "share": share, "batch_size": None} for share in shares],
     }
+
+
+def _damaged(path: str, why: str) -> CheckpointCorruptError:
+    return CheckpointCorruptError(
+        f"{path!r}, a checkpoint of Lightning, can't be continued from: {why}. Continue from another one, or load its "
+        "weights alone (load_from_checkpoint) and fit without ckpt_path"
+    )
 
 
 def _counters(fit: dict[str, Any], global_step: int) -> dict[str, Any]:

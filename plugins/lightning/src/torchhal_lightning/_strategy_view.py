@@ -20,12 +20,17 @@ _CLASSES = {
 _CLASS_OF = {alias: name for name, aliases in _CLASSES.items() for alias in aliases.split()}
 
 
-def _class_of(alias: str, root: str | None) -> type:
-    """Return Lightning's class of strategies that ``alias`` stands for; StrategyView where there is none."""
+def _class_of(alias: str) -> type:
+    """Return a class of both trees' strategies that ``alias`` stands for; StrategyView where there is none."""
     words = (alias, alias.partition("_")[0])  # ddp_spawn is a DDPStrategy, deepspeed_stage_3 a DeepSpeedStrategy
     name = next((_CLASS_OF[word] for word in words if word in _CLASS_OF), None)
-    found: type = StrategyView if name is None else getattr(trees.first(root).strategies, name)
-    return found
+    bases = () if name is None else trees.classes(f"strategies.{name}")
+    if bases and (name, bases) not in _made:
+        _made[name, bases] = type(str(name), bases, {})
+    return _made[name, bases] if bases else StrategyView
+
+
+_made: dict[tuple[str | None, tuple[type, ...]], type] = {}
 
 
 class StrategyView:
@@ -39,7 +44,7 @@ class StrategyView:
 
     @property
     def __class__(self) -> type:  # isinstance(trainer.strategy, DDPStrategy) asks for it
-        return _class_of(self._run.strategy.alias, trees.root_of(self._run.module))
+        return _class_of(self._run.strategy.alias)
 
     @__class__.setter
     def __class__(self, value: type) -> None:
@@ -50,6 +55,10 @@ class StrategyView:
             self._run.trainer.optimizers = value
         else:
             setattr(self._run.strategy, name, value)
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        return list(self._run.strategy.devices)
 
     @property
     def lightning_module(self) -> Any:

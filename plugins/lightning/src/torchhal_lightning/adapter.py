@@ -9,6 +9,7 @@ import torch
 
 from torchhal.trainer.adapters import ModelAdapter, Request, Run, declares_hooks
 from torchhal_lightning import _trees as trees
+from torchhal_lightning._finders import Finders
 from torchhal_lightning._lightning_checkpoints import VERSION, from_lightning, is_lightnings
 from torchhal_lightning._logging import Log
 from torchhal_lightning._predictions import PredictLoopView
@@ -41,6 +42,7 @@ class LightningAdapter(ModelAdapter):
         """Those of the module that runs."""
         self._logging: list[Any] = []
         """The module and the callbacks that have a ``log`` of this run."""
+        self._finders = Finders(run)
         self._declare()
 
     def _declare(self) -> None:
@@ -66,6 +68,7 @@ class LightningAdapter(ModelAdapter):
     def begin_run(self) -> None:
         self._declare()
         self.trainer.predict_loop = PredictLoopView(self.run)
+        self._finders.begin()
         module = self.run.module
         if trees.root_of(module) is None:
             return
@@ -79,6 +82,7 @@ class LightningAdapter(ModelAdapter):
                 self._logging.append(callback)
 
     def end_run(self) -> None:
+        self._finders.end()
         while self._logging:
             owner = self._logging.pop()
             vars(owner).pop("log", None)
@@ -96,16 +100,36 @@ class LightningAdapter(ModelAdapter):
 
     def bind_model(self, model: Any, name: str) -> Callable[..., Any]:
         body = super().bind_model(model, name)
-        return _with_loss_in_a_dict(body, 0) if name == "on_train_batch_end" else body
+        return self._with_outputs_of_lightning(body, 0) if name == "on_train_batch_end" else body
 
     def bind_callback(self, callback: Any, name: str) -> Callable[..., Any]:
         body = super().bind_callback(callback, name)
         if name == "on_train_batch_end":
-            return _with_loss_in_a_dict(body, 2)
+            return self._with_outputs_of_lightning(body, 2)
         if name == "on_predict_batch_end" and isinstance(callback, trees.classes("callbacks.BasePredictionWriter")):
             interval: Any = vars(callback)["interval"]
             return self._noting_predictions(body, keep=interval.on_epoch)
         return body
+
+    def _with_outputs_of_lightning(self, hook: Callable[..., Any], position: int) -> Callable[..., Any]:
+        """Return ``hook``, called with the dict that Lightning makes of what ``training_step`` returned.
+
+        Its loss is divided by the number of batches of an optimizer step.
+        """
+        run = self.run
+
+        def call(*args: Any) -> Any:
+            output = args[position]
+            if isinstance(output, torch.Tensor):
+                output = {"loss": output}
+            if output is None:
+                output = {}
+            elif run.progress.accumulate > 1 and isinstance(output, dict) and "loss" in output:
+                output = {**output, "loss": output["loss"] / run.progress.accumulate}
+            return hook(*args[:position], output, *args[position + 1 :])
+
+        call.__wrapped__ = hook  # type: ignore[attr-defined]
+        return call
 
     def _noting_predictions(self, hook: Callable[..., Any], *, keep: bool) -> Callable[..., Any]:
         """Return the hook of a prediction writer, which reads from the loop what was predicted."""
@@ -127,24 +151,11 @@ class LightningAdapter(ModelAdapter):
         vars(wrapped).update(_strategy=StrategyView(self.run), _on_before_step=_nothing, _on_after_step=_nothing)
         return wrapped
 
-    def adapt_checkpoint(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        return from_lightning(checkpoint, self.run) if is_lightnings(checkpoint) else checkpoint
+    def adapt_checkpoint(self, checkpoint: dict[str, Any], path: str) -> dict[str, Any]:
+        return from_lightning(checkpoint, self.run, path) if is_lightnings(checkpoint) else checkpoint
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[VERSION] = trees.first(trees.root_of(self.run.module)).__version__
-
-
-def _with_loss_in_a_dict(hook: Callable[..., Any], position: int) -> Callable[..., Any]:
-    """Return ``hook``, called with the dict that Lightning makes of a loss, and of none."""
-
-    def call(*args: Any) -> Any:
-        output = args[position]
-        if isinstance(output, torch.Tensor):
-            output = {"loss": output}
-        return hook(*args[:position], {} if output is None else output, *args[position + 1 :])
-
-    call.__wrapped__ = hook  # type: ignore[attr-defined]
-    return call
 
 
 def _nothing() -> None: ...

@@ -15,6 +15,7 @@ from torchhal.resolve import Request, resolve
 from torchhal.trainer.adapters import run_of
 from torchhal_lightning import _trees as trees
 from torchhal_lightning._trainer_view import TrainerView, views
+from torchhal_lightning.tuner import QUIET
 
 _PRECISIONS = {
     "16": "16-mixed",
@@ -86,6 +87,7 @@ class Trainer(TrainerView):
         enable_autolog_hparams: bool = True,
         model_registry: str | None = None,
     ) -> None:
+        self._arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         for name, value in {"profiler": profiler, "model_registry": model_registry}.items():
             if value not in (None, "passthrough"):
                 raise ConfigurationError(f"{name!r} is not mapped to torchhal's Trainer (got {value!r}): leave it out")
@@ -113,12 +115,12 @@ class Trainer(TrainerView):
             max_steps=max_steps,
             min_steps=min_steps,
             max_time=max_time,
-            limit_train_batches=limit_train_batches,
-            limit_val_batches=limit_val_batches,
-            limit_test_batches=limit_test_batches,
-            limit_predict_batches=limit_predict_batches,
-            overfit_batches=overfit_batches,
-            val_check_interval=val_check_interval,
+            limit_train_batches=_whole(limit_train_batches),
+            limit_val_batches=_whole(limit_val_batches),
+            limit_test_batches=_whole(limit_test_batches),
+            limit_predict_batches=_whole(limit_predict_batches),
+            overfit_batches=_whole(overfit_batches),
+            val_check_interval=_whole(val_check_interval),
             check_val_every_n_epoch=check_val_every_n_epoch,
             num_sanity_val_steps=num_sanity_val_steps,
             log_every_n_steps=log_every_n_steps,
@@ -142,6 +144,15 @@ class Trainer(TrainerView):
         """torchhal's."""
         super().__init__(run_of(trainer))
         views[trainer] = weakref.ref(self)
+
+    def trial(self, **options: Any) -> Trainer:
+        """Return a Trainer with this one's arguments that writes and shows nothing, such as a Tuner runs.
+
+        Args:
+            options: arguments that it has instead of this one's.
+        """
+        logger = trees.first(self.tree).loggers.logger.DummyLogger() if self.loggers else False
+        return Trainer(**{**self._arguments, **QUIET, "logger": logger, **options})
 
     def _loggers(self, logger: Any, root: str) -> Any:
         """Return the loggers; None and True are Lightning's default: TensorBoard where it is installed, else CSV."""
@@ -214,6 +225,11 @@ class Trainer(TrainerView):
         """Return what ``predict_step`` returned for each batch."""
         keep = True if return_predictions is None else return_predictions
         return self.trainer.predict(model, dataloaders, datamodule, keep, self._path(model, ckpt_path))
+
+
+def _whole(limit: Any) -> Any:
+    """Return a number of batches as an int also where it is a float above 1, as command lines and files make it."""
+    return int(limit) if isinstance(limit, float) and limit > 1 and limit.is_integer() else limit
 
 
 def _precision(precision: Any, accelerator: Any) -> Any:

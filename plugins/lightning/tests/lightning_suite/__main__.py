@@ -1,6 +1,6 @@
 """Runs Lightning's own tests by torchhal's Trainer, and says of each that fails why it does.
 
-    python plugins/lightning/tests/lightning_suite FOLDER [pytest's arguments]
+    python plugins/lightning/tests/lightning_suite FOLDER [FILE ...]
 
 FOLDER is a checkout of Lightning at the installed version's tag; where it doesn't exist, it is cloned. Lightning's
 tests are fetched, never committed here. They run twice: by Lightning's own Trainer, whose outcomes are kept beside the
@@ -21,6 +21,8 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,25 +41,37 @@ def fetch(folder: Path) -> None:
     subprocess.run(command, check=True)
 
 
-def run(folder: Path, trainer: str, arguments: list[str]) -> dict[str, dict[str, Any]]:
-    """Run the tests by the Trainer of ``trainer``, and return each one's line of results."""
-    results = folder / f"results-{trainer}.jsonl"
+def run(folder: Path, trainer: str, files: Iterable[str], only: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
+    """Run the tests of ``files`` by the Trainer of ``trainer``, and return each one's line of results.
+
+    Each file has a process of its own, so that what one leaves behind, or a crash, is not another's.
+    """
+    results, chosen = folder / f"results-{trainer}.jsonl", folder / "only.json"
     results.unlink(missing_ok=True)
+    chosen.write_text(json.dumps(sorted(only)), encoding="utf-8")
+    paths = [HERE.resolve(), (folder / "tests").resolve(), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "LIGHTNING_SUITE_TRAINER": trainer,
         "LIGHTNING_SUITE_RESULTS": str(results.resolve()),
-        "PYTHONPATH": os.pathsep.join(
-            [str(HERE.resolve()), str((folder / "tests").resolve()), os.environ.get("PYTHONPATH", "")]
-        ),
+        "LIGHTNING_SUITE_ONLY": str(chosen.resolve()),
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
     }
     command = [
         sys.executable, "-m", "pytest", "-q", "-p", "overlay", "-p", "no:cacheprovider", "-p", "no:doctest",
         "--tb=short", "--override-ini=addopts=", "--override-ini=xfail_strict=false", "--timeout=120",
-        "--numprocesses=2", "--disable-warnings", *(f"--ignore={each}" for each in OUTSIDE),
-        *(arguments or ["tests_pytorch"]),
+        "--disable-warnings",
     ]  # fmt: skip
-    with open(folder / f"output-{trainer}.txt", "w", encoding="utf-8") as output:
-        subprocess.run(command, cwd=folder / "tests", env=environment, check=False, stdout=output, stderr=output)
+
+    def run_file(name: str) -> str:
+        done = subprocess.run(
+            [*command, name], cwd=folder / "tests", env=environment, check=False, capture_output=True, text=True
+        )
+        return done.stdout + done.stderr
+
+    with ThreadPoolExecutor(2) as pool, open(folder / f"output-{trainer}.txt", "w", encoding="utf-8") as output:
+        for said in pool.map(run_file, files):
+            output.write(said)
+            output.flush()
     lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
     return {line["test"]: line for line in lines}
 
@@ -65,18 +79,23 @@ def run(folder: Path, trainer: str, arguments: list[str]) -> dict[str, dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--again", action="store_true", help="run the tests by Lightning's Trainer again")
-    chosen, arguments = parser.parse_known_args()
-    if not chosen.folder.exists():
-        fetch(chosen.folder)
-    kept = chosen.folder / f"lightning-{version('lightning')}.json"
-    if chosen.again or not kept.exists():
-        kept.write_text(json.dumps(run(chosen.folder, "lightning", [])), encoding="utf-8")
+    parser.add_argument("files", nargs="*", help="such as tests_pytorch/callbacks/test_timer.py; all without")
+    chosen = parser.parse_args()
+    folder = chosen.folder
+    if not folder.exists():
+        fetch(folder)
+    tests = folder / "tests"
+    every = [str(path.relative_to(tests)) for path in sorted(tests.glob("tests_pytorch/**/test_*.py"))]
+    kept = folder / f"lightning-{version('lightning')}.json"
+    if not kept.exists():
+        inside = [name for name in every if not name.startswith(OUTSIDE)]
+        kept.write_text(json.dumps(run(folder, "lightning", inside)), encoding="utf-8")
     theirs = json.loads(kept.read_text(encoding="utf-8"))
     fair = {test for test, line in theirs.items() if line["outcome"] == "passed" and line["trainers"]}
-    ours = run(chosen.folder, "torchhal", arguments)
-    counted = fair & ours.keys() if arguments else fair
-    report(counted, ours)
+    if chosen.files:
+        fair = {test for test in fair if any(name in test for name in chosen.files)}
+    files = [name for name in every if any(f"{name}::" in test for test in fair)]
+    report(fair, run(folder, "torchhal", files, fair))
 
 
 def report(counted: set[str], ours: dict[str, dict[str, Any]]) -> None:

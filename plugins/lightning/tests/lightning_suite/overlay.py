@@ -1,7 +1,8 @@
 """A pytest plugin that runs Lightning's own tests by torchhal's Trainer: those that ask for public behaviour.
 
-Options come from the environment, as pytest's workers have no other: ``LIGHTNING_SUITE_TRAINER`` ("lightning" or
-"torchhal") and ``LIGHTNING_SUITE_RESULTS``, the file to which each test's outcome is appended as a line of JSON.
+Its options are variables of the environment: ``LIGHTNING_SUITE_TRAINER`` is "lightning" or "torchhal",
+``LIGHTNING_SUITE_RESULTS`` the file to which each test's outcome is appended as a line of JSON, and
+``LIGHTNING_SUITE_ONLY`` a JSON list of the tests to run, empty for all.
 """
 
 from __future__ import annotations
@@ -65,10 +66,13 @@ def _patches(call: ast.Call) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    with open(os.environ["LIGHTNING_SUITE_ONLY"], encoding="utf-8") as file:
+        only = set(json.load(file))
     fair, others = [], []
     for item in items:
         function = getattr(item, "function", None)
-        (others if function is None or unfair(inspect.unwrap(function)) else fair).append(item)
+        left_out = function is None or unfair(inspect.unwrap(function)) or (only and item.nodeid not in only)
+        (others if left_out else fair).append(item)
     items[:] = fair
     config.hook.pytest_deselected(items=others)
 
@@ -100,7 +104,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ or (report.when != "call" and report.passed):
+    if report.when != "call" and report.passed:
         return
     crash = getattr(report.longrepr, "reprcrash", None)
     line = {

@@ -16,7 +16,7 @@ from torchhal.trainer import _resume as resume
 from torchhal.trainer._forwarded import Forwarded
 from torchhal.trainer._hooks import module_hook
 from torchhal.trainer._progress import FitProgress
-from torchhal.trainer._run_data import load_training_data, load_validation_data
+from torchhal.trainer._run_data import reload_data
 from torchhal.trainer._run_part import RunPart
 from torchhal.trainer.data._batch_transfer import batch_transfer
 from torchhal.trainer.data._iterators import close_iterator, exhaust_sampler
@@ -167,9 +167,7 @@ class FitLoop(RunPart[Run]):
         data = self.progress.data
         assert data is not None
         if self._reloads_data() and not data.is_new:
-            data = load_training_data(run, again=True)
-            run.sources.validation_data.close()
-            run.sources.validation_data = load_validation_data(run)
+            data = reload_data(run)
         resuming = self.progress.batches_done > 0
         if not resuming:
             data.reset_epoch()
