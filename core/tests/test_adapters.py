@@ -2,6 +2,7 @@
 
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchhal
 from torchhal import Trainer, registry
+from torchhal.errors import CheckpointMismatchError, ConfigurationError
 from torchhal.testing import isolated_registry
 from torchhal.trainer.adapters import ModelAdapter, declares_hooks, implements
 
@@ -49,7 +51,11 @@ def framework(name="acme"):
             raise AssertionError("it is nobody's")
 
     module = types.ModuleType(name)
-    for cls in (Model, Callback):
+
+    class Parts:
+        """Hardware as the framework describes it."""
+
+    for cls in (Model, Callback, Parts):
         cls.__module__ = name
         setattr(module, cls.__name__, cls)
     return module
@@ -97,6 +103,17 @@ class AcmeAdapter(ModelAdapter):
 
     def on_save_checkpoint(self, checkpoint):
         checkpoint["acme"] = 1
+
+    def adapt_request(self, request):
+        self.requests = [*getattr(self, "requests", []), request]
+        return replace(request, strategy="single_device", precision=None, plugins=["64-true"])
+
+    def adapt_checkpoint(self, checkpoint, path):
+        assert path.endswith(".ckpt")
+        return {**checkpoint["inside"], "torchhal_format": 1} if "inside" in checkpoint else checkpoint
+
+    def set_training_mode(self, model):
+        self.modes = [model.training]
 
 
 made = []
@@ -208,3 +225,48 @@ def test_models_of_torchhal_and_of_nobody_need_none(acme):
     trainer = Trainer(enable_checkpointing=False, **QUIET)
     trainer.fit(line(torchhal.Module), loader())
     assert not made
+
+
+@pytest.mark.parametrize("argument", ["strategy", "precision", "accelerator", "plugins"])
+def test_parts_of_the_framework_are_arguments(acme, argument):
+    """The adapter is asked once for all of them, and for nobody else's."""
+    parts = acme.Parts()
+    value = [parts, acme.Parts()] if argument == "plugins" else parts
+    options = {**QUIET, argument: value, "enable_checkpointing": False}
+    if argument == "accelerator":
+        with pytest.raises(ConfigurationError, match="'accelerator' must be"):  # the adapter left it
+            Trainer(**options)
+        return
+    strategy = Trainer(**options).strategy
+    assert (strategy.alias, strategy.precision.alias) == ("single_device", "64-true")
+    assert len(made[0].requests) == 1 and getattr(made[0].requests[0], argument) is value
+
+
+def test_nobody_is_asked_for_aliases(acme):
+    Trainer(**QUIET, strategy="single_device", plugins=["32-true"], enable_checkpointing=False)
+    assert not made
+
+
+def test_checkpoints_of_the_framework_are_continued(acme, tmp_path):
+    trainer = Trainer(enable_checkpointing=False, **QUIET)
+    trainer.fit(line(acme.Model), loader())
+    trainer.save_checkpoint(tmp_path / "ours.ckpt")
+    inside = torch.load(tmp_path / "ours.ckpt", weights_only=True)
+    del inside["digests"]
+    path = tmp_path / "theirs.ckpt"
+    torch.save({"state_dict": inside["state_dict"], "inside": inside, "epoch": 0, "optimizer_states": []}, path)
+    results = []
+    for ckpt in (tmp_path / "ours.ckpt", path):
+        model = line(acme.Model)
+        trainer = Trainer(**{**QUIET, "max_epochs": 3}, enable_checkpointing=False)
+        trainer.fit(model, loader(), ckpt_path=ckpt)
+        results.append((model.weight.item(), trainer.global_step))
+    assert results[0] == results[1]
+    with pytest.raises(CheckpointMismatchError, match="written by another library"):
+        Trainer(**QUIET, enable_checkpointing=False).fit(line(torchhal.Module), loader(), ckpt_path=path)
+
+
+def test_the_adapter_decides_on_the_mode(acme):
+    model = line(acme.Model).eval()
+    Trainer(enable_checkpointing=False, **QUIET).fit(model, loader())
+    assert made[0].modes == [False] and not model.training

@@ -242,3 +242,48 @@ def test_training_length_in_configure_optimizers():
         trainer.fit(model)
         assert (model.batches, model.steps) == expected
         assert trainer.global_step == expected[1] and model.asked == 1
+
+
+def test_an_optimizer_step_that_forgets_its_closure():
+    """The model would not be trained, and nobody would notice."""
+
+    class Forgets(Net):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure): ...
+
+    with pytest.raises(
+        ModelError, match=r"Forgets\.optimizer_step has not used the batch: call optimizer\.step\(closure\)"
+    ):
+        fit(Forgets())
+
+    class Skips(Net):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+            optimizer_closure()
+
+    model = Skips()
+    before = [parameter.clone() for parameter in model.parameters()]
+    fit(model)
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+
+
+def test_a_closure_has_gradients_on_inside_of_a_step_without():
+    """Optimizers of other libraries decorate their step with no_grad, and call the closure in it."""
+
+    class Decorated(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure):
+            loss = closure()
+            super().step()
+            return loss
+
+    models = []
+    for optimizer in (torch.optim.SGD, Decorated):
+
+        class Stepped(Net):
+            def configure_optimizers(self, optimizer=optimizer):
+                return optimizer(self.parameters(), lr=0.1)
+
+        torch.manual_seed(0)
+        models.append(Stepped())
+        fit(models[-1])
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one, other)

@@ -75,8 +75,8 @@ def test_words_and_arguments(pl):
     assert Trainer(precision=64, **options).precision == "64-true"
     assert Trainer(precision="16-mixed", **options).precision == "bf16-mixed"
     assert Trainer(barebones=True, **options).checkpoint_callback is None
-    with pytest.raises(ConfigurationError, match="'profiler' is not mapped"):
-        Trainer(profiler="simple", **options)
+    with pytest.raises(ConfigurationError, match="'model_registry' has no counterpart"):
+        Trainer(model_registry="mine", **options)
 
 
 SCRIPT = """

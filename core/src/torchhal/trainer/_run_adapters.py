@@ -75,6 +75,14 @@ class Adapters(RunPart[Any]):
         body: Callable[..., Any] = getattr(callback, name) if adapter is None else adapter.bind_callback(callback, name)
         return body
 
+    def set_training_mode(self, model: Any) -> None:
+        """Put a model into training mode, as a fit begins."""
+        adapter = self.of(model)
+        if adapter is None:
+            model.train()
+        else:
+            adapter.set_training_mode(model)
+
     def kind_of_callback(self, callback: Any) -> str | None:
         """Return which of the Trainer's own callbacks one of another framework stands in for, if any."""
         adapter = self.of(callback)

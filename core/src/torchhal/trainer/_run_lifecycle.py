@@ -307,7 +307,7 @@ def fit(run: Run, loop: FitLoop) -> None:
         run.hooks.call("on_fit_start")
     sanity_check(run, loop.evaluation)
     run.state.stage = "train"
-    run.module.train()
+    run.adapters.set_training_mode(run.module)
     loop.fit()
     run.strategy.check_replicas()
     run.hooks.call("on_fit_end")

@@ -65,6 +65,14 @@ class ModelAdapter(RunPart[Run]):
     def begin_run(self) -> None:
         """Begin a run, in each process of it, before ``setup`` of callbacks, data module and module."""
 
+    def set_training_mode(self, model: Any) -> None:
+        """Put a model of the framework into training mode, before the first epoch; by default all of its modules.
+
+        Args:
+            model: one of the framework's.
+        """
+        model.train()
+
     def end_run(self) -> None:
         """End a run that has begun, after errors too."""
 

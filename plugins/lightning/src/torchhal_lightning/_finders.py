@@ -117,6 +117,7 @@ class Finders:
 
     def _check_batch_size(self, callback: Any, module: Any) -> None:
         run, name = self._run, vars(callback)["_batch_arg_name"]
+        assert run.state.fn is not None
         if run.world_size > 1:
             raise ConfigurationError("the batch size can't be looked for by several processes: use devices=1")
         if any(value is not None for value in self._data(run.state.fn).values()):
@@ -128,6 +129,7 @@ class Finders:
     def _find_batch_size(self, callback: Any, module: Any) -> None:
         run, own = self._run, vars(callback)
         method, name, steps = run.state.fn, own["_batch_arg_name"], own["_steps_per_trial"]
+        assert method is not None
         if method != "fit" and run.state.stage != method:  # the validation of a fit
             return
 

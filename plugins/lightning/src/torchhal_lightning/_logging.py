@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchhal.trainer.adapters import Run
+from torchhal_lightning._loop_views import batches_that_stepped
 
 
 class Log:
@@ -42,6 +43,8 @@ class Log:
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
+        if on_step is False and on_epoch is False:
+            return  # as Lightning does, which keeps it nowhere
         run = self._run
         run.results.log(
             name, value, run.current_hook, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist or None,
@@ -83,6 +86,8 @@ class ResultsView:
         **options: Any,
     ) -> None:
         """Record one value; without ``sync_dist`` too, values of an epoch are those of all ranks."""
+        if options.get("on_step") is False and options.get("on_epoch") is False:
+            return
         self._run.results.log(name, value, fx, sync_dist=sync_dist or None, **options)
 
 
@@ -102,7 +107,7 @@ class LoggerConnectorView:
         """Whether this step's values go to the loggers."""
         run = self._run
         every = run.log_every_n_steps
-        return every > 0 and ((run.global_step + 1) % every == 0 or run.should_stop)
+        return every > 0 and ((batches_that_stepped(run) + 1) % every == 0 or run.should_stop)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         for logger in self._run.loggers:

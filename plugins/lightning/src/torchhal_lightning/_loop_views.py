@@ -59,10 +59,12 @@ class EpochLoopView:
         self._run = run
         ready = SimpleNamespace(ready=run.progress.batches_done, completed=run.progress.batches_done)
         self.batch_progress = SimpleNamespace(current=ready, total=ready, is_last_batch=run.trainer.is_last_batch)
-        defined = SimpleNamespace(is_defined=self._validates)
+        defined = SimpleNamespace(is_defined=lambda: self.validates)
         self.val_loop = SimpleNamespace(_data_source=defined, _has_run=run.progress.validated_at >= 0)
 
-    def _validates(self) -> bool:
+    @property
+    def validates(self) -> bool:
+        """Whether there are validation data."""
         run = self._run
         given = run.sources.validate
         return given is not None or any(implements(each, "val_dataloader") for each in (run.datamodule, run.module))
@@ -73,9 +75,14 @@ class EpochLoopView:
 
     @property
     def _batches_that_stepped(self) -> int:
-        run = self._run
-        return run.global_step if getattr(run.module, "automatic_optimization", True) else run.progress.total_batches
+        return batches_that_stepped(self._run)
 
     def _should_check_val_epoch(self) -> bool:
         every = self._run.check_val_every_n_epoch
-        return self._validates() and (every is None or (self._run.current_epoch + 1) % every == 0)
+        return self.validates and (every is None or (self._run.current_epoch + 1) % every == 0)
+
+
+def batches_that_stepped(run: Run) -> int:
+    """Return the batches after which optimizers have stepped, by which Lightning counts what it logs."""
+    steps: int = run.global_step
+    return steps if getattr(run.module, "automatic_optimization", True) else run.progress.total_batches

@@ -8,6 +8,7 @@ import torch
 
 from torchhal.trainer.adapters import Run
 from torchhal_lightning import _trees as trees
+from torchhal_lightning._foreign_parts import WrappedCheckpointIO
 
 _CLASSES = {
     "DDPStrategy": "ddp",
@@ -20,17 +21,44 @@ _CLASSES = {
 _CLASS_OF = {alias: name for name, aliases in _CLASSES.items() for alias in aliases.split()}
 
 
-def _class_of(alias: str) -> type:
-    """Return a class of both trees' strategies that ``alias`` stands for; StrategyView where there is none."""
-    words = (alias, alias.partition("_")[0])  # ddp_spawn is a DDPStrategy, deepspeed_stage_3 a DeepSpeedStrategy
-    name = next((_CLASS_OF[word] for word in words if word in _CLASS_OF), None)
-    bases = () if name is None else trees.classes(f"strategies.{name}")
-    if bases and (name, bases) not in _made:
-        _made[name, bases] = type(str(name), bases, {})
-    return _made[name, bases] if bases else StrategyView
+_ACCELERATORS = {"cpu": "CPUAccelerator", "gpu": "CUDAAccelerator", "mps": "MPSAccelerator", "tpu": "XLAAccelerator"}
+
+_PRECISIONS = {"64-true": "DoublePrecision", "16-true": "HalfPrecision", "bf16-true": "HalfPrecision"}
+
+_made: dict[tuple[type, ...], type] = {}
 
 
-_made: dict[tuple[str | None, tuple[type, ...]], type] = {}
+def _passing_for(package: str, name: str | None) -> type | None:
+    """Return a class that is a subclass of both trees' class of that name; None where there is none."""
+    bases = () if name is None else trees.classes(f"{package}.{name}")
+    if bases and bases not in _made:
+        _made[bases] = type(str(name), bases, {})
+    return _made[bases] if bases else None
+
+
+class AcceleratorView:
+    """``trainer.accelerator``; what isn't named here is the accelerator's own."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._run.strategy.accelerator, name)
+
+    @property
+    def __class__(self) -> type:  # isinstance(trainer.accelerator, CPUAccelerator) asks for it
+        return _passing_for("accelerators", _ACCELERATORS.get(self._run.strategy.accelerator.name)) or AcceleratorView
+
+    @__class__.setter
+    def __class__(self, value: type) -> None:
+        raise TypeError("the class of a Trainer's accelerator is fixed")
+
+    def get_device_stats(self, device: Any) -> dict[str, float]:
+        """Return what the accelerator measures; of a host what Lightning measures there."""
+        if torch.device(device).type == "cpu":
+            stats: dict[str, float] = trees.first(None).accelerators.cpu.get_cpu_stats()
+            return stats
+        return dict(self._run.strategy.accelerator.device_stats(torch.device(device)))
 
 
 class StrategyView:
@@ -44,7 +72,10 @@ class StrategyView:
 
     @property
     def __class__(self) -> type:  # isinstance(trainer.strategy, DDPStrategy) asks for it
-        return _class_of(self._run.strategy.alias)
+        alias = self._run.strategy.alias
+        words = (alias, alias.partition("_")[0])  # ddp_spawn is a DDPStrategy, deepspeed_stage_3 a DeepSpeedStrategy
+        name = next((_CLASS_OF[word] for word in words if word in _CLASS_OF), None)
+        return _passing_for("strategies", name) or StrategyView
 
     @__class__.setter
     def __class__(self, value: type) -> None:
@@ -63,6 +94,12 @@ class StrategyView:
     @property
     def lightning_module(self) -> Any:
         return self._run.module
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """The one that was given, where it is Lightning's."""
+        io = self._run.strategy.checkpoint_io
+        return io.io if isinstance(io, WrappedCheckpointIO) else io
 
     @property
     def precision_plugin(self) -> PrecisionView:
@@ -88,6 +125,16 @@ class PrecisionView:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._run.strategy.precision, name)
+
+    @property
+    def __class__(self) -> type:  # isinstance(trainer.precision_plugin, MixedPrecision) asks for it
+        alias = self._run.strategy.precision.alias
+        name = "MixedPrecision" if alias.endswith("-mixed") else _PRECISIONS.get(alias, "Precision")
+        return _passing_for("plugins", name) or PrecisionView
+
+    @__class__.setter
+    def __class__(self, value: type) -> None:
+        raise TypeError("the class of a Trainer's precision is fixed")
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         if not clip_val:

@@ -6,17 +6,30 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary
 
-from torchhal.trainer.adapters import Run
+from torchhal.trainer.adapters import Run, implements
+from torchhal_lightning import _trees as trees
 from torchhal_lightning._logging import LoggerConnectorView, ResultsView
 from torchhal_lightning._loop_views import FitLoopView
 from torchhal_lightning._predictions import PredictLoopView
-from torchhal_lightning._strategy_view import PrecisionView, StrategyView
-from torchhal_lightning._words import StateView
+from torchhal_lightning._strategy_view import AcceleratorView, PrecisionView, StrategyView
+from torchhal_lightning._words import StateView, Word
 
 views: WeakKeyDictionary[Any, ReferenceType[TrainerView]] = WeakKeyDictionary()
 """Trainer of torchhal's -> the object with Lightning's signature that has made it."""
 
-_OWN = frozenset({"_run", "_kept", "_logger_connector", "_results", "fit_loop", "predict_loop"})
+_OWN = frozenset(
+    {
+        "_run",
+        "_kept",
+        "_logger_connector",
+        "_results",
+        "fit_loop",
+        "predict_loop",
+        "barebones",
+        "profiler",
+        "enable_autolog_hparams",
+    }
+)
 
 
 class TrainerView:
@@ -27,6 +40,8 @@ class TrainerView:
     """
 
     barebones = False
+    profiler: Any = None
+    enable_autolog_hparams = True
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -70,6 +85,20 @@ class TrainerView:
         return PrecisionView(self._run)
 
     @property
+    def accelerator(self) -> AcceleratorView:
+        return AcceleratorView(self._run)
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether a fit validates."""
+        run = self._run
+        return (
+            self.fit_loop.epoch_loop.validates
+            and implements(run.module, "validation_step")
+            and run.limit_val_batches > 0
+        )
+
+    @property
     def _accelerator_connector(self) -> Any:
         return SimpleNamespace(is_distributed=self._run.world_size > 1)
 
@@ -85,7 +114,20 @@ class TrainerView:
         run = self._run
         if not run.loggers:
             return run.default_root_dir
-        return run.log_dir if run.log_dir is not None else getattr(run.loggers[0], "save_dir", None)
+        logger: Any = run.loggers[0]
+        kinds = (*trees.classes("loggers.TensorBoardLogger"), *trees.classes("loggers.CSVLogger"))
+        if isinstance(logger, kinds):
+            own: Any = logger
+            return str(own.log_dir)
+        found: str | None = getattr(logger, "save_dir", run.log_dir)
+        return found
+
+    # -- settings, as Lightning has them -----------------------------------------------------------------------------
+
+    @property
+    def gradient_clip_algorithm(self) -> Word | None:
+        algorithm = self._run.gradient_clip_algorithm
+        return None if algorithm is None else Word(algorithm)
 
 
 _STAGES = {

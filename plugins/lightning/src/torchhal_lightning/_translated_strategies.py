@@ -50,7 +50,8 @@ def _ddp(strategy: Any) -> _Translated:
 
 
 def _fsdp(strategy: Any) -> _Translated:
-    options, plugins = _processes(strategy), []
+    options = _processes(strategy)
+    plugins: list[Any] = []
     kwargs = dict(strategy.kwargs)
     sharding = strategy.sharding_strategy.name
     aliases = {"FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero2"}

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+import torchhal
+from torchhal.errors import ConfigurationError
 from torchhal.trainer.adapters import ModelAdapter, Request, Run, declares_hooks
 from torchhal_lightning import _trees as trees
 from torchhal_lightning._finders import Finders
 from torchhal_lightning._lightning_checkpoints import VERSION, from_lightning, is_lightnings
 from torchhal_lightning._logging import Log
 from torchhal_lightning._predictions import PredictLoopView
+from torchhal_lightning._profiling import Profiling
 from torchhal_lightning._strategy_view import StrategyView
 from torchhal_lightning._trainer_view import TrainerView, views
 from torchhal_lightning._translated_parts import translated
@@ -43,6 +47,9 @@ class LightningAdapter(ModelAdapter):
         self._logging: list[Any] = []
         """The module and the callbacks that have a ``log`` of this run."""
         self._finders = Finders(run)
+        self._profiling: Profiling | None = None
+        self._silent: list[tuple[Any, Any]] = []
+        """Owners of hyperparameters that are not logged, and whether they would be."""
         self._declare()
 
     def _declare(self) -> None:
@@ -64,11 +71,25 @@ class LightningAdapter(ModelAdapter):
 
     def prepare_model(self, model: Any) -> None:
         self._declare()  # the other tree may have been imported since
+        for name in ("training_step", "validation_step", "test_step", "predict_step"):
+            if "dataloader_iter" in inspect.signature(getattr(model, name, None) or _nothing).parameters:
+                raise ConfigurationError(
+                    f"{type(model).__name__}.{name} takes 'dataloader_iter', to draw batches itself, which has no "
+                    "counterpart here: take (batch, batch_idx)"
+                )
 
     def begin_run(self) -> None:
         self._declare()
         self.trainer.predict_loop = PredictLoopView(self.run)
         self._finders.begin()
+        profiler = self.trainer.profiler
+        if not isinstance(profiler, (type(None), *trees.classes("profilers.PassThroughProfiler"))):
+            self._profiling = Profiling(self.run, profiler)
+            self._profiling.begin(self.trainer.log_dir)
+        if not self.trainer.enable_autolog_hparams:
+            for owner in filter(None, (self.run.module, self.run.datamodule)):
+                self._silent.append((owner, getattr(owner, "_log_hyperparams", True)))
+                owner._log_hyperparams = False
         module = self.run.module
         if trees.root_of(module) is None:
             return
@@ -81,8 +102,17 @@ class LightningAdapter(ModelAdapter):
                 callback.log, callback.log_dict = module.log, module.log_dict
                 self._logging.append(callback)
 
+    def set_training_mode(self, model: Any) -> None:
+        """Leave each module in the mode that it has, as Lightning does since 2.2: a frozen one may be in the other."""
+
     def end_run(self) -> None:
         self._finders.end()
+        profiling, self._profiling = self._profiling, None
+        if profiling is not None:
+            profiling.end()
+        while self._silent:
+            owner, logged = self._silent.pop()
+            owner._log_hyperparams = logged
         while self._logging:
             owner = self._logging.pop()
             vars(owner).pop("log", None)
@@ -100,16 +130,33 @@ class LightningAdapter(ModelAdapter):
 
     def bind_model(self, model: Any, name: str) -> Callable[..., Any]:
         body = super().bind_model(model, name)
-        return self._with_outputs_of_lightning(body, 0) if name == "on_train_batch_end" else body
+        if name == "on_train_batch_end":
+            body = self._with_outputs_of_lightning(body, 0)
+        return self._timed(body, model, name)
 
     def bind_callback(self, callback: Any, name: str) -> Callable[..., Any]:
+        if isinstance(callback, torchhal.Callback) and name != "setup":  # our own bar, which passes for Lightning's
+            own: Callable[..., Any] = getattr(callback, name)
+            return own
         body = super().bind_callback(callback, name)
+        if name == "teardown" and isinstance(callback, trees.classes("callbacks.OnExceptionCheckpoint")):
+            return self._unless_failed(body)  # which would remove what it has saved
         if name == "on_train_batch_end":
-            return self._with_outputs_of_lightning(body, 2)
-        if name == "on_predict_batch_end" and isinstance(callback, trees.classes("callbacks.BasePredictionWriter")):
+            body = self._with_outputs_of_lightning(body, 2)
+        elif name == "on_predict_batch_end" and isinstance(callback, trees.classes("callbacks.BasePredictionWriter")):
             interval: Any = vars(callback)["interval"]
-            return self._noting_predictions(body, keep=interval.on_epoch)
-        return body
+            body = self._noting_predictions(body, keep=interval.on_epoch)
+        return self._timed(body, callback, name)
+
+    def _timed(self, body: Callable[..., Any], owner: Any, name: str) -> Callable[..., Any]:
+        if self._profiling is None:
+            return body
+        kind = type(owner).__name__
+        if owner is self.run.module:
+            return self._profiling.timed(body, f"[LightningModule]{kind}.{name}")
+        if isinstance(owner, trees.classes("LightningDataModule")):
+            return self._profiling.timed(body, f"[LightningDataModule]{kind}.{name}")
+        return self._profiling.timed(body, f"[Callback]{getattr(owner, 'state_key', kind)}.{name}")
 
     def _with_outputs_of_lightning(self, hook: Callable[..., Any], position: int) -> Callable[..., Any]:
         """Return ``hook``, called with the dict that Lightning makes of what ``training_step`` returned.
@@ -131,6 +178,14 @@ class LightningAdapter(ModelAdapter):
         call.__wrapped__ = hook  # type: ignore[attr-defined]
         return call
 
+    def _unless_failed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``hook``, called where the run has ended well: where Lightning calls it."""
+
+        def call(*args: Any) -> Any:
+            return None if self.run.state.status == "interrupted" else hook(*args)
+
+        return call
+
     def _noting_predictions(self, hook: Callable[..., Any], *, keep: bool) -> Callable[..., Any]:
         """Return the hook of a prediction writer, which reads from the loop what was predicted."""
 
@@ -145,7 +200,8 @@ class LightningAdapter(ModelAdapter):
         lightning_optimizer = trees.first(trees.root_of(self.run.module)).core.optimizer.LightningOptimizer
         kind = type(optimizer)
         torchs = type(optimizer.optimizer)
-        cls = type(f"Lightning{torchs.__name__}", (kind, lightning_optimizer, torchs), {"optimizer": None})
+        own = {"optimizer": None, "__repr__": lambda self: f"Lightning{self.optimizer!r}"}
+        cls = type(f"Lightning{torchs.__name__}", (kind, lightning_optimizer, torchs), own)
         wrapped: Any = object.__new__(cls)
         vars(wrapped).update(vars(optimizer))
         vars(wrapped).update(_strategy=StrategyView(self.run), _on_before_step=_nothing, _on_after_step=_nothing)

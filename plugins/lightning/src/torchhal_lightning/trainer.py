@@ -11,9 +11,15 @@ from typing import Any, ClassVar
 
 import torchhal
 from torchhal.errors import ConfigurationError
+from torchhal.registry import find_known
 from torchhal.resolve import Request, resolve
 from torchhal.trainer.adapters import run_of
 from torchhal_lightning import _trees as trees
+from torchhal_lightning._barebones import check_barebones
+from torchhal_lightning._default_callbacks import with_defaults
+from torchhal_lightning._environment import defaults_from_variables
+from torchhal_lightning._errors import raising_lightnings
+from torchhal_lightning._profiling import LoopTimes, make_profiler
 from torchhal_lightning._trainer_view import TrainerView, views
 from torchhal_lightning.tuner import QUIET
 
@@ -28,6 +34,12 @@ _PRECISIONS = {
 _STRATEGIES: dict[str, Any] = {"fsdp_cpu_offload": {"fsdp": {"cpu_offload": True}}, "xla_debug": "xla"}
 """Lightning's aliases that torchhal spells with options."""
 
+_OWN_ALIASES = frozenset({
+    "deepspeed", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_2_offload", "deepspeed_stage_3",
+    "deepspeed_stage_3_offload", "deepspeed_stage_3_offload_nvme", "fsdp", "single_tpu", "single_xla", "xla",
+})  # fmt: skip
+"""Aliases that plugins of torchhal have too; core's own are known to it."""
+
 
 class Trainer(TrainerView):
     """Lightning's Trainer, of which torchhal's does the work.
@@ -36,12 +48,15 @@ class Trainer(TrainerView):
     take torchhal's aliases and objects, too. Modules and callbacks have this object as their Trainer.
 
     Raises:
-        ConfigurationError: an argument that isn't mapped, such as ``profiler``, or one outside its domain.
+        ConfigurationError: an argument that has no counterpart, or one outside its domain. It is Lightning's
+            MisconfigurationException, too, as are those of the other methods.
     """
 
     tree: ClassVar[str | None] = None
     """The class tree whose callbacks and loggers are the default ones; None: of the first that is imported."""
 
+    @defaults_from_variables
+    @raising_lightnings
     def __init__(
         self,
         *,
@@ -88,21 +103,23 @@ class Trainer(TrainerView):
         model_registry: str | None = None,
     ) -> None:
         self._arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        for name, value in {"profiler": profiler, "model_registry": model_registry}.items():
-            if value not in (None, "passthrough"):
-                raise ConfigurationError(f"{name!r} is not mapped to torchhal's Trainer (got {value!r}): leave it out")
+        if model_registry is not None:
+            raise ConfigurationError(f"'model_registry' has no counterpart here (got {model_registry!r}): leave it out")
         if barebones:
-            logger = enable_checkpointing = enable_progress_bar = enable_model_summary = False
-            num_sanity_val_steps = 0
+            check_barebones(self._arguments)
+            logger, log_every_n_steps, num_sanity_val_steps = False, 0, 0
+            enable_checkpointing = enable_progress_bar = enable_model_summary = False
         root = os.fspath(default_root_dir) if default_root_dir is not None else os.getcwd()
         chosen = list(callbacks) if isinstance(callbacks, list | tuple) else [] if callbacks is None else [callbacks]
-        if enable_checkpointing is not False and not fast_dev_run:
-            chosen += self._default_checkpoint(chosen)
+        chosen = with_defaults(
+            chosen, self.tree, checkpoint=enable_checkpointing, progress_bar=enable_progress_bar,
+            summary=enable_model_summary,
+        )  # fmt: skip
         parts = list(plugins) if isinstance(plugins, list | tuple) else [] if plugins is None else [plugins]
         layers = [each for each in parts if isinstance(each, trees.classes("plugins.LayerSync"))]
         trainer = torchhal.Trainer(
             accelerator=accelerator,
-            strategy=_STRATEGIES.get(strategy, strategy) if isinstance(strategy, str) else strategy,
+            strategy=self._strategy_of(strategy),
             devices=devices,
             num_nodes=num_nodes,
             precision=_precision(precision, accelerator),
@@ -139,11 +156,32 @@ class Trainer(TrainerView):
             reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs,
             default_root_dir=root,
         )
-        self.barebones = barebones
+        if fast_dev_run and logger is not False:  # a model may use the logger's experiment
+            trainer.loggers = [trees.first(self.tree).loggers.logger.DummyLogger()]
         self.trainer = trainer
         """torchhal's."""
         super().__init__(run_of(trainer))
+        self.barebones = barebones
+        self.profiler = make_profiler(profiler, self.tree)
+        if profiler is not None:
+            trainer.callbacks.insert(0, LoopTimes(self.profiler))
+        self.enable_autolog_hparams = enable_autolog_hparams
         views[trainer] = weakref.ref(self)
+
+    @property
+    def max_epochs(self) -> int | None:
+        """As given; once a call has begun, the number that holds."""
+        undecided = self._arguments["max_epochs"] is None and self._run.state.fn is None
+        return None if undecided else self._run.max_epochs
+
+    def _strategy_of(self, strategy: Any) -> Any:
+        """Return what an alias of Lightning's stands for, one that was registered there too."""
+        if not isinstance(strategy, str) or find_known("strategy", strategy) is not None:
+            return strategy
+        lightnings = trees.first(self.tree).strategies.StrategyRegistry
+        if strategy in _STRATEGIES or strategy in _OWN_ALIASES or strategy not in lightnings:
+            return _STRATEGIES.get(strategy, strategy)
+        return lightnings.get(strategy)
 
     def trial(self, **options: Any) -> Trainer:
         """Return a Trainer with this one's arguments that writes and shows nothing, such as a Tuner runs.
@@ -164,12 +202,6 @@ class Trainer(TrainerView):
         except ModuleNotFoundError:
             return loggers.CSVLogger(root)
 
-    def _default_checkpoint(self, callbacks: list[Any]) -> list[Any]:
-        """Return Lightning's ModelCheckpoint, unless there is one that saves."""
-        tree = trees.first(self.tree)
-        kinds = (*trees.classes("callbacks.Checkpoint"), torchhal.ModelCheckpoint)
-        return [] if any(isinstance(each, kinds) for each in callbacks) else [tree.callbacks.ModelCheckpoint()]
-
     def _path(self, model: Any, ckpt_path: Any) -> Any:
         """Return the checkpoint of an evaluation: the best one of the last fit, also where no model is given."""
         if ckpt_path == "best" or (ckpt_path is None and model is None):
@@ -177,6 +209,7 @@ class Trainer(TrainerView):
             return best or ckpt_path
         return ckpt_path
 
+    @raising_lightnings
     def fit(
         self,
         model: Any,
@@ -189,6 +222,7 @@ class Trainer(TrainerView):
         """Train ``model``; see :meth:`torchhal.Trainer.fit`."""
         self.trainer.fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
 
+    @raising_lightnings
     def validate(
         self,
         model: Any = None,
@@ -201,6 +235,7 @@ class Trainer(TrainerView):
         """Evaluate on the validation data; one dict of metrics per loader."""
         return self.trainer.validate(model, dataloaders, self._path(model, ckpt_path), verbose, datamodule)
 
+    @raising_lightnings
     def test(
         self,
         model: Any = None,
@@ -213,6 +248,7 @@ class Trainer(TrainerView):
         """Evaluate on the test data; one dict of metrics per loader."""
         return self.trainer.test(model, dataloaders, self._path(model, ckpt_path), verbose, datamodule)
 
+    @raising_lightnings
     def predict(
         self,
         model: Any = None,

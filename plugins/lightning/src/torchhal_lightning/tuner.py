@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ _log = logging.getLogger("torchhal")
 
 METHODS = ("fit", "validate", "test", "predict")
 
-QUIET = {
+QUIET: dict[str, Any] = {
     "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
     "num_sanity_val_steps": 0, "fast_dev_run": False, "profiler": None,
 }  # fmt: skip
@@ -82,8 +84,7 @@ class LearningRates:
         Returns:
             The figure.
         """
-        import matplotlib.pyplot as plt
-
+        plt: Any = import_module("matplotlib.pyplot")
         if ax is None:
             figure, ax = plt.subplots()
         else:
@@ -212,7 +213,7 @@ class Tuner:
         _check(method, train_dataloaders, val_dataloaders, dataloaders)
         self._check_callbacks("LearningRateFinder")
         if self._trainer.fast_dev_run:
-            _log.warning("fast_dev_run: no learning rate is looked for")
+            warnings.warn("fast_dev_run: no learning rate is looked for", stacklevel=2)
             return None
         name = find_learning_rate(model, datamodule, attr_name) if update_attr else ""
         rates = LearningRates(mode, min_lr, max_lr, num_training)
@@ -277,7 +278,7 @@ class Tuner:
             )
         check_field(model, datamodule, batch_arg_name)
         if self._trainer.fast_dev_run:
-            _log.warning("fast_dev_run: no batch size is looked for")
+            warnings.warn("fast_dev_run: no batch size is looked for", stacklevel=2)
             return None
 
         def run(size: int) -> int | None:

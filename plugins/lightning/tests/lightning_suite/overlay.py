@@ -31,8 +31,8 @@ trainers = 0
 """Trainers that the running test has made."""
 
 
-def unfair(function: Any) -> str | None:
-    """Return why a test asks for more than public behaviour; None where it doesn't."""
+def unfair(function: Any, seen: frozenset[Any] = frozenset()) -> str | None:
+    """Return why a test, or a function that it calls, asks for more than public behaviour; None where neither does."""
     if any(name.startswith(_HARDWARE) and not name.endswith("_0") for name in inspect.signature(function).parameters):
         return "pretends to have a device"
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
@@ -48,6 +48,12 @@ def unfair(function: Any) -> str | None:
                 if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
                     continue  # a class of the test
                 return "looks at what is private"
+            helper = function.__globals__.get(name)
+            own_helper = (
+                inspect.isfunction(helper) and helper.__module__.startswith("tests_pytorch") and helper not in seen
+            )
+            if own_helper and (why := unfair(helper, seen | {function, helper})):
+                return why
         elif isinstance(node, ast.Call) and _patches(node):
             return "mocks"
     return None

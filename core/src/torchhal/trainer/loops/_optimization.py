@@ -370,9 +370,11 @@ class Optimization(RunPart[Run]):
     def _step_with_closure(self, batch: Any, batch_idx: int, first: bool) -> Any:
         """Forward and backward inside ``optimizer.step(closure)``: the model's own optimizer_step, or LBFGS."""
         output: Any = None
+        evaluated = False
 
         def closure() -> Any:
-            nonlocal output, first
+            nonlocal output, first, evaluated
+            evaluated = True
             output = self.forward_backward(batch, batch_idx, first)
             first = True  # an optimizer that evaluates again starts from zero gradients
             loss = extract_loss(output, self.model_name)
@@ -395,6 +397,11 @@ class Optimization(RunPart[Run]):
                 wrapped.step(closure)
         finally:
             self._stepping = False
+        if not evaluated:
+            raise ModelError(
+                f"{self.model_name}.optimizer_step has not used the batch: call optimizer.step(closure), or closure() "
+                "alone to leave the parameters as they are"
+            )
         return output
 
     def user_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
@@ -418,7 +425,7 @@ class Optimization(RunPart[Run]):
             return result
 
         if self.closures.get(id(optimizer)) or (closure is not None and "owns_closure" in self.strategy.features):
-            stepped = StepResult.of(self.strategy.optimizer_step(optimizer, run_closure))
+            stepped = StepResult.of(self.strategy.optimizer_step(optimizer, torch.enable_grad()(run_closure)))
         else:
             run_closure()
             if self.automatic and not self.progress.has_gradients:
