@@ -14,7 +14,7 @@ import torchhal
 from torchhal._terminal import printable
 from torchhal.errors import BrokenPluginError, ComponentError, IncompatiblePluginError, PluginError
 from torchhal.plugin import Component
-from torchhal.registry._declarations import AUTO, DETECT, Declarations, same_alias, unknown_alias_problem
+from torchhal.registry._declarations import ADAPT, AUTO, DETECT, Declarations, same_alias, unknown_alias_problem
 from torchhal.registry._discovery import DiscoveredPlugin, PluginFilter, collect_components, describe, unmet_requirement
 from torchhal.registry._entry import RegistryEntry
 
@@ -126,17 +126,19 @@ def read_plugins(
 def _unknown_aliases(plugin: DiscoveredPlugin, records: Iterable[PluginRecord]) -> list[str]:
     """Return the problems of declarations whose alias the plugin's distribution doesn't have."""
     own = [record for record in records if record.distribution == plugin.distribution]
-    if not (plugin.declared.variables or plugin.declared.modules) or any(r.status != "loaded" for r in own):
+    declared = plugin.declared
+    if not (declared.variables or declared.modules or declared.packages) or any(r.status != "loaded" for r in own):
         return []
     entries = [entry for record in own for entry in record.components if not entry.problem]
     lines = []
     for group, kind, pairs in (
-        (DETECT, "cluster_environment", plugin.declared.variables),
-        (AUTO, "accelerator", plugin.declared.modules),
+        (DETECT, "cluster_environment", declared.variables),
+        (AUTO, "accelerator", declared.modules),
+        (ADAPT, "model_adapter", declared.packages),
     ):
         known = {name for entry in entries if entry.kind == kind for name in entry.names}
         for name, value in pairs:
-            if not any(same_alias(value if group == DETECT else name, alias) for alias in known):
+            if not any(same_alias(name if group == AUTO else value, alias) for alias in known):
                 lines.append(unknown_alias_problem(group, name, value, kind, known))
     return lines
 

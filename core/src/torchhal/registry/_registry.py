@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 from torchhal.errors import AmbiguousAliasError, ComponentError, ConfigurationError, PluginError, UnknownAliasError
 from torchhal.plugin import HOOKS, KINDS, Component
 from torchhal.registry._announced import AutoAccelerators, adapting, announced, asked_environments, automatic
+from torchhal.registry._declarations import same_alias
 from torchhal.registry._discovery import (
     CORE,
     USER,
@@ -161,12 +162,17 @@ class Registry:
         if not (declared := adapting(self._indexed(), packages)):
             return None
         scan = self._read([plugin for plugins, _ in declared for plugin in plugins])
-        aliases = {alias for _, pairs in declared for _, alias in pairs}
+        aliases = {
+            plugin.distribution: [alias for _, alias in pairs] for plugins, pairs in declared for plugin in plugins
+        }
         for record in scan.records:
+            own = aliases[record.distribution]
             found |= {
                 entry.qualified_name: entry
                 for entry in record.components
-                if entry.kind == "model_adapter" and not entry.problem and entry.component.alias in aliases
+                if entry.kind == "model_adapter"
+                and not entry.problem
+                and any(same_alias(alias, name) for alias in own for name in entry.names)
             }
         if len(found) == 1:
             return next(iter(found.values()))

@@ -268,8 +268,7 @@ class TrainerProperties:
         return self._given("predict")
 
     def _given(self, stage: str) -> Any:
-        given = getattr(self._run.sources, stage)
-        return given if given is not None else find_loaders(stage, None, self.module, self.datamodule)
+        return find_loaders(self._run, stage, getattr(self._run.sources, stage))
 
     @property
     def num_training_batches(self) -> int | float:

@@ -75,6 +75,11 @@ class Adapters(RunPart[Any]):
         body: Callable[..., Any] = getattr(callback, name) if adapter is None else adapter.bind_callback(callback, name)
         return body
 
+    def adapt_loaders(self, model: Any, stage: str, loaders: Any) -> Any:
+        """Return what feeds ``stage`` of a model, given as its framework lets it be given; None stays None."""
+        adapter = None if loaders is None else self.of(model)
+        return loaders if adapter is None else adapter.adapt_loaders(stage, loaders)
+
     def set_training_mode(self, model: Any) -> None:
         """Put a model into training mode, as a fit begins."""
         adapter = self.of(model)

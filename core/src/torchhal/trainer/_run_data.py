@@ -28,7 +28,7 @@ def load_training_data(run: Run, *, again: bool = False) -> TrainingData:
     """
     progress = run.progress
     if progress.data is None or again:
-        loader = find_loaders("train", run.sources.train, run.module, run.datamodule)
+        loader = find_loaders(run, "train", run.sources.train)
         if loader is None:
             raise ModelError("fit needs training data: the model's or data module's train_dataloader returned None")
         data, is_first = TrainingData(loader, run), progress.data is None
@@ -60,7 +60,7 @@ def load_validation_data(run: Run) -> EvaluationData:
         return EvaluationData()
     if not (run.overfit_batches or run.limit_val_batches):
         return EvaluationData()
-    found = find_loaders("validate", given, module, run.datamodule)
+    found = find_loaders(run, "validate", given)
     if not run.overfit_batches:
         return EvaluationData.build(found, run, run.limit_val_batches, "limit_val_batches", "val_dataloaders")
     trained_on = load_training_data(run).given

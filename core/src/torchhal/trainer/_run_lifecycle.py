@@ -339,7 +339,7 @@ def sanity_check(run: Run, loop: EvaluationLoop) -> None:
 
 def evaluate(run: Run, loop: EvaluationLoop, fn: str) -> Any:
     with at_once():
-        given = find_loaders(fn, getattr(run.sources, fn), run.module, run.datamodule)
+        given = find_loaders(run, fn, getattr(run.sources, fn))
         if not as_loaders(given):
             raise ModelError(f"{fn} needs data: its loader is {given!r}")
         name = "limit_val_batches" if fn == "validate" else f"limit_{fn}_batches"

@@ -22,9 +22,10 @@ from torchhal._overrides import declares_hooks, implements
 from torchhal.resolve import Request
 from torchhal.trainer._run_data import reload_data
 from torchhal.trainer._run_part import RunPart
+from torchhal.trainer.data._compound import CompoundLoader
 from torchhal.trainer.run import Run
 
-__all__ = ["ModelAdapter", "Request", "Run", "declares_hooks", "implements", "reload_data", "run_of"]
+__all__ = ["CompoundLoader", "ModelAdapter", "Request", "Run", "declares_hooks", "implements", "reload_data", "run_of"]
 
 
 class ModelAdapter(RunPart[Run]):
@@ -64,6 +65,18 @@ class ModelAdapter(RunPart[Run]):
 
     def begin_run(self) -> None:
         """Begin a run, in each process of it, before ``setup`` of callbacks, data module and module."""
+
+    def adapt_loaders(self, stage: str, loaders: Any) -> Any:
+        """Return the loaders of a stage in a form that a Trainer takes.
+
+        Args:
+            stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+            loaders: an argument of fit or an evaluation, or what a loader's hook returned; a data module isn't one.
+
+        Returns:
+            To train on, one iterable of batches, such as a :class:`CompoundLoader`; else one, or a list.
+        """
+        return loaders
 
     def set_training_mode(self, model: Any) -> None:
         """Put a model of the framework into training mode, before the first epoch; by default all of its modules.

@@ -264,6 +264,9 @@ class Trainer(TrainerProperties):
         check_no_second(datamodule, "train_dataloaders", train_dataloaders)
         check_no_second(datamodule, "val_dataloaders", val_dataloaders)
         check_datamodule(datamodule)
+        adapters = self._run.adapters
+        train_dataloaders = adapters.adapt_loaders(model, "train", train_dataloaders)
+        val_dataloaders = adapters.adapt_loaders(model, "validate", val_dataloaders)
         if train_dataloaders is not None:
             check_training_loader(train_dataloaders)
         for loader in as_loaders(val_dataloaders):
@@ -343,6 +346,8 @@ class Trainer(TrainerProperties):
             given, datamodule = None, given
         check_no_second(datamodule, "dataloaders", given)
         check_datamodule(datamodule)
+        given = self._run.adapters.adapt_loaders(model, fn, given)
+        setattr(sources, fn, given)
         for loader in as_loaders(given):
             check_loader(loader, "dataloaders")
         if datamodule is None and given is None and model is self.module:

@@ -8,6 +8,7 @@ from weakref import ReferenceType, WeakKeyDictionary
 
 from torchhal.trainer.adapters import Run, implements
 from torchhal_lightning import _trees as trees
+from torchhal_lightning._combined_loaders import CombinedBatches
 from torchhal_lightning._logging import LoggerConnectorView, ResultsView
 from torchhal_lightning._loop_views import FitLoopView
 from torchhal_lightning._predictions import PredictLoopView
@@ -106,6 +107,12 @@ class TrainerView:
     def lightning_module(self) -> Any:
         return self._run.module
 
+    @property
+    def train_dataloader(self) -> Any:
+        """The loader that was given, or the structure of several."""
+        loader = self._run.trainer.train_dataloader
+        return loader.structure if isinstance(loader, CombinedBatches) else loader
+
     # -- folders -------------------------------------------------------------------------------------------------
 
     @property
@@ -123,6 +130,12 @@ class TrainerView:
         return found
 
     # -- settings, as Lightning has them -----------------------------------------------------------------------------
+
+    @property
+    def fast_dev_run(self) -> int | bool:
+        """The number of batches, and True for one."""
+        batches: int = self._run.fast_dev_run
+        return bool(batches) if batches <= 1 else batches
 
     @property
     def gradient_clip_algorithm(self) -> Word | None:

@@ -12,6 +12,7 @@ import torchhal
 from torchhal.errors import ConfigurationError
 from torchhal.trainer.adapters import ModelAdapter, Request, Run, declares_hooks
 from torchhal_lightning import _trees as trees
+from torchhal_lightning._combined_loaders import combined
 from torchhal_lightning._finders import Finders
 from torchhal_lightning._lightning_checkpoints import VERSION, from_lightning, is_lightnings
 from torchhal_lightning._logging import Log
@@ -101,6 +102,9 @@ class LightningAdapter(ModelAdapter):
             if trees.root_of(callback) is not None:
                 callback.log, callback.log_dict = module.log, module.log_dict
                 self._logging.append(callback)
+
+    def adapt_loaders(self, stage: str, loaders: Any) -> Any:
+        return combined(stage, loaders)
 
     def set_training_mode(self, model: Any) -> None:
         """Leave each module in the mode that it has, as Lightning does since 2.2: a frozen one may be in the other."""

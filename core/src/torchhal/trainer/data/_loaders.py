@@ -125,12 +125,18 @@ def no_batch(what: str, loader: Any) -> ModelError:
     return ModelError(f"{what} gave no batch: is the dataset empty, or smaller than one batch under drop_last?")
 
 
-def find_loaders(stage: str, given: Any, module: Any, datamodule: Any) -> Any:
-    """Return what feeds ``stage``: the argument if there is one, else the data module's loader, else the model's."""
+def find_loaders(run: Any, stage: str, given: Any) -> Any:
+    """Return what feeds ``stage``: the argument if there is one, else the data module's loader, else the model's.
+
+    Args:
+        run: the state of a Trainer.
+        stage: train, validate, test or predict.
+        given: the argument of fit, validate, test or predict.
+    """
     if given is not None:
         return given
     hook = LOADER_HOOKS[stage]
-    for owner in (datamodule, module):
+    for owner in (run.datamodule, run.module):
         if implements(owner, hook):
-            return getattr(owner, hook)()
+            return run.adapters.adapt_loaders(run.module, stage, getattr(owner, hook)())
     return None

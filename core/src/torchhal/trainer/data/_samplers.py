@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Samp
 from torch.utils.data.sampler import BatchSampler
 
 from torchhal import rng
+from torchhal.trainer.data._compound import CompoundLoader
 
 _CHUNK = 1024  # items a rank keeps when it reads ahead in a shared draw
 
@@ -311,7 +312,10 @@ def sequential(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Call ``set_epoch`` of every sampler of ``loader`` that has it."""
+    """Call ``set_epoch`` of every sampler of ``loader``, and of those inside of it, that has it."""
+    if isinstance(loader, CompoundLoader):
+        for each in loader.loaders:
+            set_epoch(each, epoch)
     for candidate in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
         inner = getattr(candidate, "sampler", None)
         for sampler in (candidate, inner):

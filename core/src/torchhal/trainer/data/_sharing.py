@@ -11,13 +11,22 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchhal.distributed._dataloader_signals import compose_worker_init
 from torchhal.rng import SEED_VARIABLE
 from torchhal.trainer.data import _samplers as samplers
+from torchhal.trainer.data._compound import CompoundLoader
 from torchhal.trainer.data._context import DataContext
 
 
 def prepare_loader(loader: Any, run: DataContext, *, training: bool) -> Any:
     """Return ``loader`` for this rank; the user's object is never changed."""
+    if isinstance(loader, CompoundLoader):
+        loader = loader.with_loaders([_shared_out(each, run, training=training) for each in loader.loaders])
+    else:
+        loader = _shared_out(loader, run, training=training)
+    return run.strategy.process_dataloader(loader, training=training)
+
+
+def _shared_out(loader: Any, run: DataContext, *, training: bool) -> Any:
     if not isinstance(loader, DataLoader):
-        return run.strategy.process_dataloader(loader, training=training)
+        return loader
     loader = _as_asked(loader, run)
     share = replicas(run)
     if share is not None:
@@ -28,7 +37,7 @@ def prepare_loader(loader: Any, run: DataContext, *, training: bool) -> Any:
                 f"the IterableDataset {type(loader.dataset).__name__} is read whole by each of "
                 f"{share['num_replicas']} ranks unless it shards itself by rank"
             )
-    return _finish_loader(loader, run, training=training)
+    return _with_worker_init(loader)
 
 
 def prepare_rest(loader: DataLoader[Any], run: DataContext, order: dict[str, Any], generators: list[Any]) -> Any:
@@ -45,7 +54,7 @@ def prepare_rest(loader: DataLoader[Any], run: DataContext, order: dict[str, Any
         state = (order["rng"], order["generators"])
         rest = samplers.RemainingSampler(drawn, start=order["start"], state=state, generators=generators, **share)
         loader = samplers.rest_of(loader, rest)
-    return _finish_loader(loader, run, training=True)
+    return run.strategy.process_dataloader(_with_worker_init(loader), training=True)
 
 
 def _as_asked(loader: DataLoader[Any], run: DataContext) -> DataLoader[Any]:
@@ -66,8 +75,8 @@ def sampler_seed() -> int:
     return int(os.environ.get(SEED_VARIABLE, "0"))
 
 
-def _finish_loader(loader: DataLoader[Any], run: DataContext, *, training: bool) -> Any:
+def _with_worker_init(loader: DataLoader[Any]) -> DataLoader[Any]:
     if loader.num_workers > 0:
         loader = copy.copy(loader)
         loader.__dict__.update(worker_init_fn=compose_worker_init(loader.worker_init_fn), _iterator=None)
-    return run.strategy.process_dataloader(loader, training=training)
+    return loader

@@ -18,6 +18,7 @@ from torchhal.trainer.data._accelerator_loader import (
     is_stateful,
     start_accelerator_iterator,
 )
+from torchhal.trainer.data._compound import CompoundLoader
 from torchhal.trainer.data._context import DataContext
 from torchhal.trainer.data._iterators import close_loader
 from torchhal.trainer.data._loaders import check_training_loader, limit_length, loader_length, no_batch
@@ -173,9 +174,11 @@ class TrainingData(RunPart[DataContext]):
     def _generators(self) -> list[Any]:
         """Return the loader's own generators, each once, and the one that a strategy may have given it."""
         found: list[Any] = []
-        given, batches = self.given, getattr(self.given, "batch_sampler", None)
-        owners = (given, getattr(given, "sampler", None), batches, getattr(batches, "sampler", None), self._whole)
-        for owner in owners:
+        owners: list[Any] = []
+        for given in self.given.loaders if isinstance(self.given, CompoundLoader) else [self.given]:
+            batches = getattr(given, "batch_sampler", None)
+            owners += [given, getattr(given, "sampler", None), batches, getattr(batches, "sampler", None)]
+        for owner in (*owners, self._whole):
             generator = getattr(owner, "generator", None)
             if generator is not None and hasattr(generator, "get_state") and all(generator is not g for g in found):
                 found.append(generator)

@@ -1,0 +1,103 @@
+"""Several loaders at once, as Lightning's CombinedLoader reads them: its modes, and any structure of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils import _pytree
+from torch.utils.data import DataLoader
+
+from torchhal.errors import ConfigurationError
+from torchhal.trainer.adapters import CompoundLoader
+from torchhal_lightning import _trees as trees
+
+_LENGTHS = {"max_size_cycle": max, "max_size": max, "min_size": min}
+
+
+class CombinedBatches(CompoundLoader):
+    """Batches that have the structure of the loaders that they come from.
+
+    Args:
+        structure: loaders in lists, tuples and dicts, at any depth.
+        mode: how long an epoch lasts. "min_size": as the shortest of them; "max_size": as the longest, with None for
+            those that have ended; "max_size_cycle": the same, and the others begin again.
+    """
+
+    def __init__(self, structure: Any, mode: str) -> None:
+        self.structure = structure
+        self.mode = mode
+        self._loaders, self._spec = _pytree.tree_flatten(structure)
+
+    @property
+    def loaders(self) -> list[Any]:
+        return list(self._loaders)
+
+    def with_loaders(self, loaders: list[Any]) -> CombinedBatches:
+        return CombinedBatches(_pytree.tree_unflatten(loaders, self._spec), self.mode)
+
+    def __iter__(self) -> Iterator[Any]:
+        return _Iterator(_combined_loader(self.structure, self.mode))
+
+    def __len__(self) -> int:
+        """Return the batches of an epoch; raise TypeError where one of the loaders has no length."""
+        return int(_LENGTHS[self.mode](map(len, self._loaders)))
+
+
+class _Iterator(Iterator[Any]):
+    """The batches alone, without the numbers that Lightning gives beside them."""
+
+    def __init__(self, combined: Any) -> None:
+        self._combined = combined
+        self._iterator = iter(combined)
+
+    def __next__(self) -> Any:
+        return next(self._iterator)[0]
+
+    def _shutdown_workers(self) -> None:
+        self._combined.reset()
+
+
+def combined(stage: str, loaders: Any) -> Any:
+    """Return what feeds ``stage`` for loaders in the forms that Lightning takes.
+
+    Args:
+        stage: train, validate, test or predict.
+        loaders: one, a structure of several, or a CombinedLoader.
+
+    Raises:
+        ConfigurationError: a CombinedLoader of a mode that isn't for this stage.
+    """
+    if isinstance(loaders, trees.classes("utilities.CombinedLoader")):
+        return _of_combined_loader(stage, loaders)
+    if stage != "train":
+        return _pytree.tree_leaves(loaders) if isinstance(loaders, Mapping) else loaders
+    if isinstance(loaders, Mapping) or (isinstance(loaders, list | tuple) and loaders and all(map(_reads, loaders))):
+        return CombinedBatches(loaders, "max_size_cycle")
+    return loaders
+
+
+def _reads(value: Any) -> bool:
+    """Whether ``value`` is a loader or holds some, rather than a batch."""
+    if isinstance(value, Mapping):
+        return all(map(_reads, value.values()))
+    if isinstance(value, list | tuple):
+        return bool(value) and all(map(_reads, value))
+    return isinstance(value, DataLoader) or (
+        hasattr(value, "__iter__") and not hasattr(value, "shape") and not isinstance(value, str | bytes)
+    )
+
+
+def _of_combined_loader(stage: str, loader: Any) -> Any:
+    mode = loader._mode
+    if mode != "sequential":
+        return CombinedBatches(loader.iterables, mode)
+    if stage == "train":
+        raise ConfigurationError(
+            f"'train_dataloaders' can't be a CombinedLoader of mode 'sequential': a fit takes {', '.join(_LENGTHS)}"
+        )
+    return list(loader.flattened)
+
+
+def _combined_loader(structure: Any, mode: str) -> Any:
+    return trees.first(None).utilities.CombinedLoader(structure, mode)
