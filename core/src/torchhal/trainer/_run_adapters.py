@@ -93,6 +93,10 @@ class Adapters(RunPart[Any]):
         adapter = self.of(callback)
         return None if adapter is None else adapter.kind_of_callback(callback)
 
+    def savers(self) -> list[Any]:
+        """Return the ModelCheckpoints that adapters keep beside the callbacks of their frameworks."""
+        return [saver for adapter in self._made.values() for saver in adapter.savers()]
+
     def begin_run(self) -> None:
         """Find the adapters of this call's objects, and let them begin."""
         run = self.run

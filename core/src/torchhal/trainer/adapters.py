@@ -22,6 +22,7 @@ from torchhal._overrides import declares_hooks, implements
 from torchhal.resolve import Request
 from torchhal.trainer._run_data import reload_data
 from torchhal.trainer._run_part import RunPart
+from torchhal.trainer.callbacks import ModelCheckpoint
 from torchhal.trainer.data._compound import CompoundLoader
 from torchhal.trainer.run import Run
 
@@ -107,6 +108,14 @@ class ModelAdapter(RunPart[Run]):
             after the model's hooks at the end of an epoch. None for any other.
         """
         return None
+
+    def savers(self) -> list[ModelCheckpoint]:
+        """Return what saves a run that a signal stops, and finds the last checkpoint, beside the framework's callbacks.
+
+        They are no callbacks of the Trainer: the adapter calls their ``setup`` when a run begins, and ``teardown`` when
+        it ends.
+        """
+        return []
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
         """Return the object by which a model of the framework steps an optimizer.

@@ -160,8 +160,9 @@ class Run(RunSettings, RunOutput):
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
-        """The callbacks that save checkpoints."""
-        return [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
+        """The callbacks that save checkpoints, and those that stand beside another framework's."""
+        own = [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
+        return own + self.adapters.savers()
 
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:

@@ -18,6 +18,7 @@ from torchhal_lightning._lightning_checkpoints import VERSION, from_lightning, i
 from torchhal_lightning._logging import Log
 from torchhal_lightning._predictions import PredictLoopView
 from torchhal_lightning._profiling import Profiling
+from torchhal_lightning._savers import SaverBeside
 from torchhal_lightning._strategy_view import StrategyView
 from torchhal_lightning._trainer_view import TrainerView, views
 from torchhal_lightning._translated_parts import translated
@@ -48,6 +49,7 @@ class LightningAdapter(ModelAdapter):
         self._logging: list[Any] = []
         """The module and the callbacks that have a ``log`` of this run."""
         self._finders = Finders(run)
+        self._savers: list[SaverBeside] = []
         self._profiling: Profiling | None = None
         self._silent: list[tuple[Any, Any]] = []
         """Owners of hyperparameters that are not logged, and whether they would be."""
@@ -83,6 +85,8 @@ class LightningAdapter(ModelAdapter):
         self._declare()
         self.trainer.predict_loop = PredictLoopView(self.run)
         self._finders.begin()
+        for saver in self.savers():
+            saver.setup(self.run.trainer, self.run.module, self.run.state.fn or "fit")
         profiler = self.trainer.profiler
         if not isinstance(profiler, (type(None), *trees.classes("profilers.PassThroughProfiler"))):
             self._profiling = Profiling(self.run, profiler)
@@ -111,6 +115,8 @@ class LightningAdapter(ModelAdapter):
 
     def end_run(self) -> None:
         self._finders.end()
+        for saver in self._savers:
+            saver.teardown(self.run.trainer, self.run.module, self.run.state.fn or "fit")
         profiling, self._profiling = self._profiling, None
         if profiling is not None:
             profiling.end()
@@ -198,6 +204,16 @@ class LightningAdapter(ModelAdapter):
             return hook(trainer, module, outputs, batch, batch_idx, dataloader_idx)
 
         return call
+
+    def savers(self) -> list[torchhal.ModelCheckpoint]:
+        """Return one for each ModelCheckpoint of Lightning's, unless the run has one of torchhal's."""
+        run = self.run
+        if run.fast_dev_run or any(isinstance(each, torchhal.ModelCheckpoint) for each in run.callbacks):
+            return []
+        theirs = [each for each in run.callbacks if isinstance(each, trees.classes("callbacks.ModelCheckpoint"))]
+        if [saver.theirs for saver in self._savers] != theirs:
+            self._savers = [SaverBeside(each, run) for each in theirs]
+        return list(self._savers)
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
         """Return an object that passes for Lightning's wrapper, and for the optimizer."""
