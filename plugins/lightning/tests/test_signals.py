@@ -7,6 +7,10 @@ import textwrap
 import time
 
 import pytest
+from lightning_models import dataset, fit, made, models
+from torch.utils.data import DataLoader
+
+import torchhal
 
 SCRIPT = """
 import sys
@@ -78,3 +82,11 @@ def test_a_signal_saves_and_last_goes_on(pl, tmp_path, way, devices):
     )
     assert done.returncode == 0, done.stderr
     assert f"FIRST {step} {step % per_epoch}" in done.stdout and f"END {epochs * per_epoch}" in done.stdout, done.stdout
+
+
+def test_the_best_one_is_lightnings(pl, tmp_path):
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, monitor="val_loss")
+    trainer = fit(torchhal.Trainer, made(models(pl)["Plain"]), callbacks=[saver], enable_checkpointing=True)
+    (loss,) = trainer.validate(dataloaders=DataLoader(dataset(24, 6), 8), ckpt_path="best", verbose=False)
+    assert loss["val_loss"] == pytest.approx(float(saver.best_model_score))
+    assert [type(each) for each in trainer.checkpoint_callbacks] == [pl.callbacks.ModelCheckpoint]

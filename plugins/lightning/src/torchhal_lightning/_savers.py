@@ -22,9 +22,9 @@ class SaverBeside(torchhal.ModelCheckpoint):
         super().__init__(_folder(theirs, run), every_n_epochs=0)
         self.theirs = theirs
 
-    @property
-    def best_model_path(self) -> str:
-        return str(self.theirs.best_model_path)
+    def follow(self) -> None:
+        """Take over which of the callback's checkpoints is the best."""
+        self.best_model_path = str(self.theirs.best_model_path)
 
     def candidate_folders(self, trainer: Any) -> list[str]:
         """Return the folder, and those of earlier runs where each has one of its own (``version_3``)."""
@@ -39,7 +39,7 @@ class SaverBeside(torchhal.ModelCheckpoint):
 def _folder(theirs: Any, run: Run) -> str:
     """Return where a ModelCheckpoint of Lightning's saves, as it finds out in its ``setup``."""
     if theirs.dirpath is not None:
-        return os.fspath(theirs.dirpath)
+        return str(os.fspath(theirs.dirpath))
     if not run.loggers:
         return os.path.join(run.default_root_dir, "checkpoints")
     logger: Any = run.loggers[0]

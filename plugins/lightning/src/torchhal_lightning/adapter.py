@@ -213,6 +213,8 @@ class LightningAdapter(ModelAdapter):
         theirs = [each for each in run.callbacks if isinstance(each, trees.classes("callbacks.ModelCheckpoint"))]
         if [saver.theirs for saver in self._savers] != theirs:
             self._savers = [SaverBeside(each, run) for each in theirs]
+        for saver in self._savers:
+            saver.follow()
         return list(self._savers)
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
