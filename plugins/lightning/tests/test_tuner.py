@@ -71,6 +71,12 @@ def test_a_learning_rate(pl, mode, accumulate):
     assert found[0] == found[1] and found[1][3] == found[1][2] != 1e-3
 
 
+def test_the_model_has_its_trainer_again(pl):
+    tuner, module = tuner_of(pl, "ours", max_steps=3), tuned(pl)
+    tuner.lr_find(module, num_training=5, update_attr=False)
+    assert module.trainer is tuner._trainer
+
+
 def test_a_search_ends_where_the_loss_grows(pl):
     found = []
     for kind in ("theirs", "ours"):

@@ -149,8 +149,8 @@ class RangeTest(Callback):
 
 
 @contextmanager
-def restored(model: Any) -> Any:
-    """Give ``model`` its state back at the end, and this process its random numbers."""
+def restored(model: Any, trainer: Any) -> Any:
+    """Give ``model`` its state back at the end, and ``trainer``; and this process its random numbers."""
     state, training = copy.deepcopy(model.state_dict()), model.training
     numbers = rng.collect_host()
     try:
@@ -158,6 +158,7 @@ def restored(model: Any) -> Any:
     finally:
         model.load_state_dict(state)
         model.train(training)
+        model.trainer = trainer
         rng.restore_host(numbers)
 
 
@@ -220,7 +221,7 @@ class Tuner:
         trial = self._trainer.trial(
             callbacks=[RangeTest(rates, early_stop_threshold)], max_steps=num_training, limit_val_batches=num_training
         )
-        with restored(model):
+        with restored(model, self._trainer):
             trial.fit(model, train_dataloaders, val_dataloaders, datamodule)
         if update_attr and (lr := rates.suggestion()) is not None:
             set_field(model, datamodule, name, lr)
@@ -286,7 +287,7 @@ class Tuner:
             set_field(model, datamodule, batch_arg_name, size)
             limits = limits_of(steps_per_trial)
             trial = self._trainer.trial(callbacks=[], max_steps=steps_per_trial, limit_train_batches=1.0, **limits)
-            with restored(model):
+            with restored(model, self._trainer):
                 getattr(trial, method)(model, datamodule=datamodule)
             return samples_of(trial, method)
 
