@@ -45,6 +45,8 @@ class Log:
     ) -> None:
         if on_step is False and on_epoch is False:
             return  # as Lightning does, which keeps it nowhere
+        if isinstance(reduce_fx, str):
+            reduce_fx = reduce_fx.lower()
         run = self._run
         run.results.log(
             name, value, run.current_hook, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist or None,

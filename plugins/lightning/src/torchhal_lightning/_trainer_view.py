@@ -63,6 +63,8 @@ class TrainerView:
             object.__setattr__(self, name, value)
         elif name in ("training", "validating", "testing", "predicting", "sanity_checking"):
             self._run.state.stage = _STAGES[name] if value else None
+        elif name == "loggers" and value is None:
+            self._run.trainer.loggers = []
         elif type(self) is TrainerView or hasattr(type(self._run.trainer), name):
             setattr(self._run.trainer, name, value)
         else:
@@ -76,6 +78,11 @@ class TrainerView:
     @property
     def state(self) -> StateView:
         return StateView(self._run)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last call has ended by an error or a signal."""
+        return self._run.state.status == "interrupted"
 
     @property
     def strategy(self) -> StrategyView:

@@ -38,14 +38,26 @@ class StateView:
         fn = self._run.state.fn
         return None if fn is None else Word(fn)
 
+    @fn.setter
+    def fn(self, value: str | None) -> None:
+        self._run.state.fn = _plain(value)
+
     @property
     def stage(self) -> Word | None:
         stage = self._run.state.stage
         return None if stage is None else Word(stage)
 
+    @stage.setter
+    def stage(self, value: str | None) -> None:
+        self._run.state.stage = _plain(value)
+
     @property
     def status(self) -> Word:
         return Word(self._run.state.status)
+
+    @status.setter
+    def status(self, value: str) -> None:
+        self._run.state.status = _plain(value) or ""
 
     @property
     def finished(self) -> bool:
@@ -54,3 +66,14 @@ class StateView:
     @property
     def stopped(self) -> bool:
         return self.status.stopped
+
+    def __eq__(self, other: object) -> bool:
+        """Whether another state, also one of Lightning's, is the same."""
+        return all(getattr(self, name) == getattr(other, name, None) for name in ("fn", "stage", "status"))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _plain(value: str | None) -> str | None:
+    """Return the word of an enum's member of Lightning's, or of a string."""
+    return None if value is None else str(getattr(value, "value", value))

@@ -109,7 +109,7 @@ class Trainer(TrainerView):
             check_barebones(self._arguments)
             logger, log_every_n_steps, num_sanity_val_steps = False, 0, 0
             enable_checkpointing = enable_progress_bar = enable_model_summary = False
-        root = os.fspath(default_root_dir) if default_root_dir is not None else os.getcwd()
+        root = os.path.expanduser(os.fspath(default_root_dir)) if default_root_dir is not None else os.getcwd()
         chosen = list(callbacks) if isinstance(callbacks, list | tuple) else [] if callbacks is None else [callbacks]
         chosen = with_defaults(
             chosen, self.tree, checkpoint=enable_checkpointing, progress_bar=enable_progress_bar,
@@ -233,7 +233,8 @@ class Trainer(TrainerView):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Evaluate on the validation data; one dict of metrics per loader."""
-        return self.trainer.validate(model, dataloaders, self._path(model, ckpt_path), verbose, datamodule)
+        found = self.trainer.validate(model, dataloaders, self._path(model, ckpt_path), verbose, datamodule)
+        return _epochs_only(found)
 
     @raising_lightnings
     def test(
@@ -246,7 +247,7 @@ class Trainer(TrainerView):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Evaluate on the test data; one dict of metrics per loader."""
-        return self.trainer.test(model, dataloaders, self._path(model, ckpt_path), verbose, datamodule)
+        return _epochs_only(self.trainer.test(model, dataloaders, self._path(model, ckpt_path), verbose, datamodule))
 
     @raising_lightnings
     def predict(
@@ -261,6 +262,16 @@ class Trainer(TrainerView):
         """Return what ``predict_step`` returned for each batch."""
         keep = True if return_predictions is None else return_predictions
         return self.trainer.predict(model, dataloaders, datamodule, keep, self._path(model, ckpt_path))
+
+
+def _epochs_only(results: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Leave out the bare name of a value that is logged both ways, which Lightning returns as ``name_epoch`` alone."""
+
+    def is_bare(name: str, metrics: dict[str, float]) -> bool:
+        bare, slash, loader = name.partition("/dataloader_idx_")
+        return f"{bare}_epoch{slash}{loader}" in metrics
+
+    return [{name: value for name, value in each.items() if not is_bare(name, each)} for each in results]
 
 
 def _whole(limit: Any) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torchhal import Callback, rng
 from torchhal.errors import ConfigurationError
 from torchhal_lightning import _trees as trees
+from torchhal_lightning._errors import raising_lightnings
 from torchhal_lightning._hyperparameter_fields import check_field, find_field, set_field
 
 _log = logging.getLogger("torchhal")
@@ -172,6 +173,7 @@ class Tuner:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
+    @raising_lightnings
     def lr_find(
         self,
         model: Any,
@@ -228,6 +230,7 @@ class Tuner:
             _log.info("learning rate set to %s", lr)
         return rates
 
+    @raising_lightnings
     def scale_batch_size(
         self,
         model: Any,
@@ -350,6 +353,8 @@ def search(
             break
         else:
             size = (fits + fails) // 2 if mode == "binsearch" or not fits else fits
+    if not fits and fails is None:  # no trial was asked for
+        return size
     if not fits:
         raise ConfigurationError("not even the smallest batch size that was tried fits into memory")
     return max(1, int(fits * (1 - margin))) if mode == "binsearch" else fits
