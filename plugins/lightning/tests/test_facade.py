@@ -220,3 +220,19 @@ def test_hyperparameters_are_logged_or_not(pl, tmp_path):
         module = made(models(pl)["Plain"])
         fit(Trainer, module, logger=logger, enable_autolog_hparams=chosen, max_epochs=1)
         assert bool(logger.experiment.hparams) is chosen and module._log_hyperparams
+
+
+def test_a_hook_that_lightning_has_removed_is_a_warning(pl):
+    """Published classes still have some; those that got an epoch's outputs are refused, as by Lightning."""
+
+    class Left(models(pl)["Plain"]):
+        def on_epoch_end(self, outputs): ...
+
+    with pytest.warns(UserWarning, match=r"Left\.on_epoch_end is no hook any more"):
+        fit(torchhal.Trainer, made(Left), max_epochs=1)
+
+    class Gathers(models(pl)["Plain"]):
+        def training_epoch_end(self, outputs): ...
+
+    with pytest.raises(ModelError, match=r"Gathers\.training_epoch_end is no hook any more"):
+        fit(torchhal.Trainer, made(Gathers), max_epochs=1)

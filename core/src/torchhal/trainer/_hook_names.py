@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from torchhal._overrides import is_of_framework
@@ -49,6 +49,8 @@ REMOVED: Final[Mapping[str, str]] = {
 }
 """Removed hooks of other trainers, and their replacements."""
 
+_GOT_OUTPUTS: Final = frozenset({"training_epoch_end", "validation_epoch_end", "test_epoch_end", "predict_epoch_end"})
+
 _STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
 _WITHOUT_ARGUMENTS: Final = frozenset({"configure_optimizers", *LOADER_HOOKS.values()})
 _MODULE: Final = frozenset(name for name in vars(ModuleHooks) if not name.startswith("_")) | {
@@ -74,11 +76,20 @@ _SAME_WORD: Final[Mapping[str, str]] = {
 """Words in the names of other libraries' hooks, and their equivalents here."""
 
 
-def check_hook_names(module: Any, datamodule: Any, callbacks: list[Any]) -> list[str]:
+def check_hook_names(
+    module: Any, datamodule: Any, callbacks: list[Any], *, is_adapted: Callable[[Any], bool]
+) -> list[str]:
     """Raise ModelError for a removed hook, or one that can't be called; return warnings about near misses.
 
     Only methods defined by users are checked, and only those named like hooks:
     ``on_...``, ``..._step``, ``..._epoch_end`` and ``..._dataloader``.
+
+    Args:
+        module: the model.
+        datamodule: it, or None.
+        callbacks: of the Trainer.
+        is_adapted: whether an object was written for another framework: what a release of that has removed is often
+            left in published classes, and is a warning unless it got the outputs of an epoch.
     """
     said = []
     owners = [(module, _MODULE, ModuleHooks), (datamodule, _DATA, ModuleHooks)]
@@ -88,7 +99,10 @@ def check_hook_names(module: Any, datamodule: Any, callbacks: list[Any]) -> list
         for name in sorted(own - known):
             what = f"{type(owner).__name__}.{name}"
             if name in REMOVED:
-                raise ModelError(f"{what} is no hook any more, and would never be called: use {REMOVED[name]}")
+                problem = f"{what} is no hook any more, and would never be called: use {REMOVED[name]}"
+                if name in _GOT_OUTPUTS or not is_adapted(owner):
+                    raise ModelError(problem)
+                said.append(problem)
             if name.startswith("on_") and name in _MODULE | _CALLBACK:
                 where = "models and callbacks" if name in _MODULE & _CALLBACK else "models"
                 said.append(f"{what} is a hook of {where}, and the Trainer never calls it there")

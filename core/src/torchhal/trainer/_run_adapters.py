@@ -58,6 +58,10 @@ class Adapters(RunPart[Any]):
             request = adapter.adapt_request(request)
         return request
 
+    def adapts(self, owner: Any) -> bool:
+        """Return whether ``owner`` was written for another framework."""
+        return self.of(owner) is not None
+
     def trainer_for(self, owner: Any) -> Any:
         """Return the Trainer as ``owner`` expects it."""
         adapter = self.of(owner)

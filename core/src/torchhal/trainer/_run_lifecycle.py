@@ -275,7 +275,7 @@ def add_model_callbacks(run: Run) -> None:
         return  # those of its last call, which hold the best checkpoint
     own = run.module.configure_callbacks() or []
     own = list(own) if isinstance(own, Sequence) else [own]
-    for sentence in check_hook_names(None, None, own):
+    for sentence in check_hook_names(None, None, own, is_adapted=run.adapters.adapts):
         run.warn_once(sentence)
     if not run.enable_checkpointing and any(isinstance(callback, ModelCheckpoint) for callback in own):
         run.warn_once(

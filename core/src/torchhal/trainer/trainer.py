@@ -365,7 +365,8 @@ class Trainer(TrainerProperties):
     def _launch(self, fn: str, model: Any, sources: DataSources, datamodule: Any, ckpt_path: Any) -> Any:
         path = arguments.check_ckpt_path(ckpt_path)
         run = self._run
-        for sentence in (*check_hook_names(model, datamodule, run.callbacks), *check_strategy_hooks(run.strategy)):
+        said = check_hook_names(model, datamodule, run.callbacks, is_adapted=run.adapters.adapts)
+        for sentence in (*said, *check_strategy_hooks(run.strategy)):
             run.warn_once(sentence)
         if run.sources.callbacks_asked_of is model:
             sources.callbacks_asked_of = model

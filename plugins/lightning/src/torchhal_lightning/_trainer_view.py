@@ -108,7 +108,8 @@ class TrainerView:
 
     @property
     def _accelerator_connector(self) -> Any:
-        return SimpleNamespace(is_distributed=self._run.world_size > 1)
+        devices = list(self._run.strategy.devices)
+        return SimpleNamespace(is_distributed=self._run.world_size > 1, _parallel_devices=devices)
 
     @property
     def lightning_module(self) -> Any:
