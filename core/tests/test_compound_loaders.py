@@ -22,7 +22,7 @@ class Pairs(CompoundLoader):
         return [self.first, self.second]
 
     def with_loaders(self, loaders):
-        return Pairs(*loaders)
+        return type(self)(*loaders)
 
     def __len__(self):
         return min(len(self.first), len(self.second))
@@ -75,6 +75,25 @@ def test_ranks_share_each_loader(world2):
             assert sorted(order[0] + order[1]) == list(range(offset, offset + 8))
             orders.append(order)
         assert orders[0] != orders[1]
+
+
+def train_nested():
+    model = fit(Net(), Nested(pairs(), pairs().first), devices=2, strategy="ddp", enable_checkpointing=False)
+    return model.seen
+
+
+class Nested(Pairs):
+    """Pairs, beside which a third loader is read."""
+
+    def __iter__(self):
+        return (pair for pair, _ in super().__iter__())
+
+
+def test_ranks_share_the_loaders_inside_of_one_inside(world2):
+    mine, theirs = world2.run(train_nested)
+    for column, offset in ((1, 0), (2, 100)):
+        order = [value for rank in (mine, theirs) for row in rank if row[0] == 0 for value in row[column]]
+        assert sorted(order) == list(range(offset, offset + 8))
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}], ids=str)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchhal
 from torchhal.errors import ConfigurationError
 from torchhal_lightning import Trainer
+from torchhal_lightning._combined_loaders import combined
 
 
 def loader(samples, batch, offset=0, **options):
@@ -72,6 +73,23 @@ def test_training_on_several(pl, name, by):
         trainer.fit(module, *([] if by == "hook" else [make()]))
         found.append((module.seen, module.layer.weight.item(), trainer.num_training_batches, trainer.global_step))
     assert found[0] == found[1] == found[2]
+
+
+def test_a_list_of_batches_is_one_loader(pl):
+    """Of tensors, and of graphs, which can be iterated too, and move to a device."""
+
+    class Graph:
+        def __iter__(self):
+            return iter(())
+
+        def to(self, device):
+            return self
+
+    module, tensors = noting(pl), [torch.zeros(2, 1), torch.ones(2, 1)]
+    torchhal.Trainer(**{**QUIET, "max_epochs": 1}).fit(module, tensors)
+    assert len(module.seen) == 2
+    graphs = [Graph(), Graph()]
+    assert combined("train", graphs) is graphs
 
 
 def test_the_trainer_shows_the_loaders(pl):

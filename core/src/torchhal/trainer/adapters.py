@@ -24,9 +24,20 @@ from torchhal.trainer._run_data import reload_data
 from torchhal.trainer._run_part import RunPart
 from torchhal.trainer.callbacks import ModelCheckpoint
 from torchhal.trainer.data._compound import CompoundLoader
+from torchhal.trainer.data._loaders import is_loader
 from torchhal.trainer.run import Run
 
-__all__ = ["CompoundLoader", "ModelAdapter", "Request", "Run", "declares_hooks", "implements", "reload_data", "run_of"]
+__all__ = [
+    "CompoundLoader",
+    "ModelAdapter",
+    "Request",
+    "Run",
+    "declares_hooks",
+    "implements",
+    "is_loader",
+    "reload_data",
+    "run_of",
+]
 
 
 class ModelAdapter(RunPart[Run]):

@@ -342,7 +342,6 @@ class Trainer(TrainerProperties):
         given = getattr(sources, fn)
         if given is not None and hasattr(given, "setup") and hasattr(given, "prepare_data"):
             check_no_second(datamodule, "dataloaders", given)
-            setattr(sources, fn, None)
             given, datamodule = None, given
         check_no_second(datamodule, "dataloaders", given)
         check_datamodule(datamodule)

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.utils import _pytree
-from torch.utils.data import DataLoader
 
 from torchhal.errors import ConfigurationError
-from torchhal.trainer.adapters import CompoundLoader
+from torchhal.trainer.adapters import CompoundLoader, is_loader
 from torchhal_lightning import _trees as trees
 
 _LENGTHS = {"max_size_cycle": max, "max_size": max, "min_size": min}
@@ -37,7 +36,7 @@ class CombinedBatches(CompoundLoader):
         return CombinedBatches(_pytree.tree_unflatten(loaders, self._spec), self.mode)
 
     def __iter__(self) -> Iterator[Any]:
-        return _Iterator(_combined_loader(self.structure, self.mode))
+        return _Iterator(trees.first(None).utilities.CombinedLoader(self.structure, self.mode))
 
     def __len__(self) -> int:
         """Return the batches of an epoch; raise TypeError where one of the loaders has no length."""
@@ -83,9 +82,7 @@ def _reads(value: Any) -> bool:
         return all(map(_reads, value.values()))
     if isinstance(value, list | tuple):
         return bool(value) and all(map(_reads, value))
-    return isinstance(value, DataLoader) or (
-        hasattr(value, "__iter__") and not hasattr(value, "shape") and not isinstance(value, str | bytes)
-    )
+    return is_loader(value)
 
 
 def _of_combined_loader(stage: str, loader: Any) -> Any:
@@ -97,7 +94,3 @@ def _of_combined_loader(stage: str, loader: Any) -> Any:
             f"'train_dataloaders' can't be a CombinedLoader of mode 'sequential': a fit takes {', '.join(_LENGTHS)}"
         )
     return list(loader.flattened)
-
-
-def _combined_loader(structure: Any, mode: str) -> Any:
-    return trees.first(None).utilities.CombinedLoader(structure, mode)

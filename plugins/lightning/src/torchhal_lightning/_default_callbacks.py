@@ -30,11 +30,11 @@ def with_defaults(
     model_summary = tree.callbacks.RichModelSummary if rich else tree.callbacks.ModelSummary
     added = list(callbacks)
     for enabled, path, argument, own, make in (
-        (checkpoint, "Checkpoint", "enable_checkpointing", torchhal.ModelCheckpoint, tree.callbacks.ModelCheckpoint),
-        (progress_bar, "ProgressBar", "enable_progress_bar", torchhal.ProgressBar, _progress_bar(tree.__name__)),
+        (checkpoint, "Checkpoint", "enable_checkpointing", (torchhal.ModelCheckpoint,), tree.callbacks.ModelCheckpoint),
+        (progress_bar, "ProgressBar", "enable_progress_bar", (torchhal.ProgressBar,), _progress_bar(tree.__name__)),
         (summary, "ModelSummary", "enable_model_summary", (), model_summary),
     ):
-        kinds = (*trees.classes(f"callbacks.{path}"), *(own if isinstance(own, tuple) else (own,)))
+        kinds = (*trees.classes(f"callbacks.{path}"), *own)
         found = [each for each in callbacks if isinstance(each, kinds)]
         if found and enabled is False and path != "ModelSummary":
             raise ConfigurationError(

@@ -17,6 +17,7 @@ from torchhal_lightning.tuner import (
     QUIET,
     LearningRates,
     RangeTest,
+    check_no_loaders,
     find_learning_rate,
     limits_of,
     samples_of,
@@ -69,7 +70,7 @@ class Finders:
 
         run = self._run
         settings = {name: getattr(run.trainer, name) for name in _SETTINGS}
-        logger = trees.first(trees.root_of(run.module)).loggers.logger.DummyLogger() if run.loggers else False
+        logger = trees.dummy_logger(trees.root_of(run.module)) if run.loggers else False
         device = run.strategy.root_device
         return Trainer(
             **settings, **QUIET, **options, accelerator=run.strategy.accelerator.name, strategy="single_device",
@@ -120,10 +121,7 @@ class Finders:
         assert run.state.fn is not None
         if run.world_size > 1:
             raise ConfigurationError("the batch size can't be looked for by several processes: use devices=1")
-        if any(value is not None for value in self._data(run.state.fn).values()):
-            raise ConfigurationError(
-                "the batch size of loaders that are passed can't be changed: let the model or a data module make them"
-            )
+        check_no_loaders(self._data(run.state.fn).values())
         check_field(module, run.datamodule, name)
 
     def _find_batch_size(self, callback: Any, module: Any) -> None:

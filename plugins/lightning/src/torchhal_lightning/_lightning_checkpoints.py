@@ -53,9 +53,8 @@ def from_lightning(checkpoint: dict[str, Any], run: Run, path: str) -> dict[str,
     )
     strategy = run.strategy
     kwargs = strategy.distributed_sampler_kwargs
-    replicas = 1 if kwargs is None else kwargs["num_replicas"]
     state = rng.collect(strategy.accelerator, strategy.root_device)
-    shares = strategy.all_gather_object([1, 0] if kwargs is None else [replicas, kwargs["rank"]])
+    shares = strategy.all_gather_object([1, 0] if kwargs is None else [kwargs["num_replicas"], kwargs["rank"]])
     return {
         **checkpoint,
         "torchhal_format": FORMAT,

@@ -9,6 +9,7 @@ import torch
 from torchhal.trainer.adapters import Run
 from torchhal_lightning import _trees as trees
 from torchhal_lightning._foreign_parts import WrappedCheckpointIO
+from torchhal_lightning._translated_parts import ACCELERATORS
 
 _CLASSES = {
     "DDPStrategy": "ddp",
@@ -20,8 +21,7 @@ _CLASSES = {
 }
 _CLASS_OF = {alias: name for name, aliases in _CLASSES.items() for alias in aliases.split()}
 
-
-_ACCELERATORS = {"cpu": "CPUAccelerator", "gpu": "CUDAAccelerator", "mps": "MPSAccelerator", "tpu": "XLAAccelerator"}
+_ACCELERATORS = {alias: name for name, alias in ACCELERATORS.items()}
 
 _PRECISIONS = {"64-true": "DoublePrecision", "16-true": "HalfPrecision", "bf16-true": "HalfPrecision"}
 

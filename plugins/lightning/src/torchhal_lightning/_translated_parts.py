@@ -15,7 +15,9 @@ from torchhal_lightning import _trees as trees
 from torchhal_lightning._foreign_parts import WrappedCheckpointIO, WrappedClusterEnvironment
 from torchhal_lightning._translated_strategies import STRATEGIES
 
-_ACCELERATORS = {"CPUAccelerator": "cpu", "CUDAAccelerator": "gpu", "MPSAccelerator": "mps", "XLAAccelerator": "tpu"}
+ACCELERATORS = {"CPUAccelerator": "cpu", "CUDAAccelerator": "gpu", "MPSAccelerator": "mps", "XLAAccelerator": "tpu"}
+"""Lightning's class -> its alias here."""
+
 _PRECISIONS = (
     "Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision", "FSDPPrecision", "DeepSpeedPrecision",
     "XLAPrecision",
@@ -39,8 +41,7 @@ def translated(request: Request) -> Request:
     Raises:
         ConfigurationError: one that has no counterpart, or a subclass that changes what Lightning's class does.
     """
-    plugins = request.plugins
-    plugins = list(plugins) if isinstance(plugins, list | tuple) else [] if plugins is None else [plugins]
+    plugins = as_list(request.plugins)
     accelerator, devices, strategy = request.accelerator, request.devices, request.strategy
     if _is_lightnings(strategy):
         own: Any = strategy
@@ -55,6 +56,13 @@ def translated(request: Request) -> Request:
         precision=_precision(request.precision),
         plugins=[_plugin(each, request) for each in plugins],
     )
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return an argument that is one object, several, or None, as a list."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _is_lightnings(value: Any) -> bool:
@@ -120,11 +128,11 @@ def _accelerator(value: Any) -> Any:
     if not _is_lightnings(value):
         return value
     base = _unchanged(value, "accelerator", "Write a subclass of torchhal.accelerators.Accelerator")
-    if base not in _ACCELERATORS:
+    if base not in ACCELERATORS:
         raise ConfigurationError(
             f"'accelerator' can't be {type(value).__name__}: write a subclass of torchhal.accelerators.Accelerator"
         )
-    return _ACCELERATORS[base]
+    return ACCELERATORS[base]
 
 
 def _precision(value: Any) -> Any:

@@ -40,6 +40,11 @@ def first(root: str | None = None) -> ModuleType:
     raise ModuleNotFoundError("Lightning is not installed: pip install lightning")
 
 
+def dummy_logger(root: str | None) -> Any:
+    """Return a logger of the tree ``root`` that takes everything and writes nothing."""
+    return first(root).loggers.logger.DummyLogger()
+
+
 def root_of(owner: Any) -> str | None:
     """Return the tree that the class of ``owner`` comes from, or None."""
     for cls in type(owner).__mro__:

@@ -21,6 +21,7 @@ from torchhal_lightning._environment import defaults_from_variables
 from torchhal_lightning._errors import raising_lightnings
 from torchhal_lightning._profiling import LoopTimes, make_profiler
 from torchhal_lightning._trainer_view import TrainerView, views
+from torchhal_lightning._translated_parts import as_list
 from torchhal_lightning.tuner import QUIET
 
 _PRECISIONS = {
@@ -110,12 +111,11 @@ class Trainer(TrainerView):
             logger, log_every_n_steps, num_sanity_val_steps = False, 0, 0
             enable_checkpointing = enable_progress_bar = enable_model_summary = False
         root = os.path.expanduser(os.fspath(default_root_dir)) if default_root_dir is not None else os.getcwd()
-        chosen = list(callbacks) if isinstance(callbacks, list | tuple) else [] if callbacks is None else [callbacks]
         chosen = with_defaults(
-            chosen, self.tree, checkpoint=enable_checkpointing, progress_bar=enable_progress_bar,
+            as_list(callbacks), self.tree, checkpoint=enable_checkpointing, progress_bar=enable_progress_bar,
             summary=enable_model_summary,
         )  # fmt: skip
-        parts = list(plugins) if isinstance(plugins, list | tuple) else [] if plugins is None else [plugins]
+        parts = as_list(plugins)
         layers = [each for each in parts if isinstance(each, trees.classes("plugins.LayerSync"))]
         trainer = torchhal.Trainer(
             accelerator=accelerator,
@@ -157,7 +157,7 @@ class Trainer(TrainerView):
             default_root_dir=root,
         )
         if fast_dev_run and logger is not False:  # a model may use the logger's experiment
-            trainer.loggers = [trees.first(self.tree).loggers.logger.DummyLogger()]
+            trainer.loggers = [trees.dummy_logger(self.tree)]
         self.trainer = trainer
         """torchhal's."""
         super().__init__(run_of(trainer))
@@ -189,7 +189,7 @@ class Trainer(TrainerView):
         Args:
             options: arguments that it has instead of this one's.
         """
-        logger = trees.first(self.tree).loggers.logger.DummyLogger() if self.loggers else False
+        logger = trees.dummy_logger(self.tree) if self.loggers else False
         return Trainer(**{**self._arguments, **QUIET, "logger": logger, **options})
 
     def _loggers(self, logger: Any, root: str) -> Any:

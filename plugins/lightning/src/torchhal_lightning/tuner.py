@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -276,10 +276,7 @@ class Tuner:
             raise ValueError(f"'mode' must be 'power' or 'binsearch' (got {mode!r})")
         if not 0 <= margin < 1:
             raise ValueError(f"'margin' must be from 0 to below 1 (got {margin!r})")
-        if any(each is not None for each in (train_dataloaders, val_dataloaders, dataloaders)):
-            raise ConfigurationError(
-                "the batch size of loaders that are passed can't be changed: let the model or a data module make them"
-            )
+        check_no_loaders((train_dataloaders, val_dataloaders, dataloaders))
         check_field(model, datamodule, batch_arg_name)
         if self._trainer.fast_dev_run:
             warnings.warn("fast_dev_run: no batch size is looked for", stacklevel=2)
@@ -364,6 +361,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch, or the system, ran out of memory."""
     words = ("out of memory", "CUDNN_STATUS_NOT_SUPPORTED", "can't allocate memory")
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(word in str(error) for word in words)
+
+
+def check_no_loaders(loaders: Iterable[Any]) -> None:
+    """Raise ConfigurationError where a loader was passed, whose batch size is fixed."""
+    if any(each is not None for each in loaders):
+        raise ConfigurationError(
+            "the batch size of loaders that are passed can't be changed: let the model or a data module make them"
+        )
 
 
 def limits_of(steps: int) -> dict[str, int]:

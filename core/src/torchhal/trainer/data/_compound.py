@@ -35,3 +35,10 @@ class CompoundLoader(ABC):
 
         A method ``_shutdown_workers`` of it is called where it isn't read to its end.
         """
+
+
+def loaders_of(loader: Any) -> list[Any]:
+    """Return the loaders that batches come from: those of a :class:`CompoundLoader`, at any depth, or itself."""
+    if not isinstance(loader, CompoundLoader):
+        return [loader]
+    return [inner for each in loader.loaders for inner in loaders_of(each)]

@@ -7,21 +7,17 @@ from contextlib import ExitStack
 from typing import Any
 
 from torchhal.distributed._dataloader_signals import WorkerInit, signals_blocked
-from torchhal.trainer.data._compound import CompoundLoader
+from torchhal.trainer.data._compound import loaders_of
 
 
 def start_iterator(loader: Any) -> Iterator[Any]:
     """``iter(loader)``, with workers that no signal to the whole group can end before they have set up its handling."""
     with ExitStack() as blocked:
-        for each in _loaders_of(loader):
+        for each in loaders_of(loader):
             if isinstance(getattr(each, "worker_init_fn", None), WorkerInit):
                 blocked.enter_context(signals_blocked(each))
         iterator: Iterator[Any] = iter(loader)
     return iterator
-
-
-def _loaders_of(loader: Any) -> list[Any]:
-    return loader.loaders if isinstance(loader, CompoundLoader) else [loader]
 
 
 class AcceleratorIterator:
@@ -68,7 +64,7 @@ def exhaust_sampler(iterator: Any) -> None:
 
 def close_loader(loader: Any) -> None:
     """End the persistent workers of a loader that was prepared for one run."""
-    for each in _loaders_of(loader):
+    for each in loaders_of(loader):
         iterator = getattr(each, "_iterator", None)
         if isinstance(getattr(each, "worker_init_fn", None), WorkerInit) and iterator is not None:
             iterator._shutdown_workers()

@@ -90,6 +90,11 @@ def as_loaders(value: Any) -> list[Any]:
 
 
 def is_loader(value: Any) -> bool:
+    """Return whether ``value`` gives batches, rather than being one, or a structure of loaders.
+
+    Args:
+        value: an item of what was given for a loader.
+    """
     # a batch may be a list, a tuple, a mapping, a tensor or a graph; anything else that can be iterated feeds batches
     return isinstance(value, DataLoader) or (
         isinstance(value, Iterable)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Samp
 from torch.utils.data.sampler import BatchSampler
 
 from torchhal import rng
-from torchhal.trainer.data._compound import CompoundLoader
+from torchhal.trainer.data._compound import loaders_of
 
 _CHUNK = 1024  # items a rank keeps when it reads ahead in a shared draw
 
@@ -313,12 +313,10 @@ def sequential(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 def set_epoch(loader: Any, epoch: int) -> None:
     """Call ``set_epoch`` of every sampler of ``loader``, and of those inside of it, that has it."""
-    if isinstance(loader, CompoundLoader):
-        for each in loader.loaders:
-            set_epoch(each, epoch)
-    for candidate in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-        inner = getattr(candidate, "sampler", None)
-        for sampler in (candidate, inner):
-            announce = getattr(sampler, "set_epoch", None)
-            if announce is not None:
-                announce(epoch)
+    for each in loaders_of(loader):
+        for candidate in (getattr(each, "sampler", None), getattr(each, "batch_sampler", None)):
+            inner = getattr(candidate, "sampler", None)
+            for sampler in (candidate, inner):
+                announce = getattr(sampler, "set_epoch", None)
+                if announce is not None:
+                    announce(epoch)

@@ -17,14 +17,12 @@ from torchhal.trainer.data._context import DataContext
 
 def prepare_loader(loader: Any, run: DataContext, *, training: bool) -> Any:
     """Return ``loader`` for this rank; the user's object is never changed."""
-    if isinstance(loader, CompoundLoader):
-        loader = loader.with_loaders([_shared_out(each, run, training=training) for each in loader.loaders])
-    else:
-        loader = _shared_out(loader, run, training=training)
-    return run.strategy.process_dataloader(loader, training=training)
+    return run.strategy.process_dataloader(_shared_out(loader, run, training=training), training=training)
 
 
 def _shared_out(loader: Any, run: DataContext, *, training: bool) -> Any:
+    if isinstance(loader, CompoundLoader):
+        return loader.with_loaders([_shared_out(each, run, training=training) for each in loader.loaders])
     if not isinstance(loader, DataLoader):
         return loader
     loader = _as_asked(loader, run)

@@ -18,7 +18,7 @@ from torchhal.trainer.data._accelerator_loader import (
     is_stateful,
     start_accelerator_iterator,
 )
-from torchhal.trainer.data._compound import CompoundLoader
+from torchhal.trainer.data._compound import loaders_of
 from torchhal.trainer.data._context import DataContext
 from torchhal.trainer.data._iterators import close_loader
 from torchhal.trainer.data._loaders import check_training_loader, limit_length, loader_length, no_batch
@@ -175,7 +175,7 @@ class TrainingData(RunPart[DataContext]):
         """Return the loader's own generators, each once, and the one that a strategy may have given it."""
         found: list[Any] = []
         owners: list[Any] = []
-        for given in self.given.loaders if isinstance(self.given, CompoundLoader) else [self.given]:
+        for given in loaders_of(self.given):
             batches = getattr(given, "batch_sampler", None)
             owners += [given, getattr(given, "sampler", None), batches, getattr(batches, "sampler", None)]
         for owner in (*owners, self._whole):
