@@ -2,7 +2,7 @@
 
 Three groups stand beside that of the manifests. In ``torchhal.detect`` an environment variable names the cluster
 environment that it announces; in ``torchhal.auto`` an accelerator names the module without which ``accelerator="auto"``
-can't take it; in ``torchhal.adapt`` a top-level package names the model adapter of objects whose classes come from it.
+can't take it; in ``torchhal.adapt`` a package names the model adapter of objects whose classes come from it.
 All hold for the whole distribution.
 """
 
@@ -32,7 +32,7 @@ class Declarations:
     Attributes:
         variables: (environment variable, alias of a cluster environment) pairs, in the file's order.
         modules: (alias of an accelerator, top-level module) pairs.
-        packages: (top-level package, alias of a model adapter) pairs.
+        packages: (package, alias of a model adapter) pairs.
         problems: one line for each declaration that can't be used.
     """
 
@@ -105,8 +105,8 @@ def read_declarations(text: str) -> Declarations:
         else:
             modules.append((name, value))
     for name, value in read_group(text, ADAPT):
-        if not name.isidentifier():
-            problems.append(_problem(ADAPT, name, value, f"{name!r} is no name of a top-level package"))
+        if not all(map(str.isidentifier, name.split("."))):
+            problems.append(_problem(ADAPT, name, value, f"{name!r} is no name of a package"))
         elif reason := alias_problem(value, "model_adapter"):
             problems.append(_problem(ADAPT, name, value, f"the value must be an alias: {reason}"))
         else:

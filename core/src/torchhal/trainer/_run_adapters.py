@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import Any
 
 from torchhal import registry
@@ -37,7 +38,7 @@ class Adapters(RunPart[Any]):
         return self._by_class[cls]
 
     def _find(self, cls: type) -> Any:
-        packages = {base.__module__.partition(".")[0] for base in cls.__mro__} - _OWN
+        packages = _packages(cls)
         if not packages:
             return None
         entry = registry.adapter_of(packages)
@@ -123,3 +124,12 @@ class Adapters(RunPart[Any]):
         """Tell the adapters which hook or step begins."""
         for adapter in self._made.values():
             adapter.follow_hook(name)
+
+
+def _packages(cls: type) -> set[str]:
+    """Return the packages that a class and its bases come from, ``a``, ``a.b`` and ``a.b.c`` of module ``a.b.c``."""
+    found: set[str] = set()
+    for module in {base.__module__ for base in cls.__mro__}:
+        if module.partition(".")[0] not in _OWN:
+            found.update(accumulate(module.split("."), "{}.{}".format))
+    return found

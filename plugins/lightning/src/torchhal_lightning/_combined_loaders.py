@@ -11,7 +11,8 @@ from torchhal.errors import ConfigurationError
 from torchhal.trainer.adapters import CompoundLoader, is_loader
 from torchhal_lightning import _trees as trees
 
-_LENGTHS = {"max_size_cycle": max, "max_size": max, "min_size": min}
+MODES = {"max_size_cycle": max, "max_size": max, "min_size": min}
+"""How many batches an epoch has, of the numbers of its loaders."""
 
 
 class CombinedBatches(CompoundLoader):
@@ -36,25 +37,45 @@ class CombinedBatches(CompoundLoader):
         return CombinedBatches(_pytree.tree_unflatten(loaders, self._spec), self.mode)
 
     def __iter__(self) -> Iterator[Any]:
-        return _Iterator(trees.first(None).utilities.CombinedLoader(self.structure, self.mode))
+        return _Iterator(self._loaders, self.mode, self._spec)
 
     def __len__(self) -> int:
         """Return the batches of an epoch; raise TypeError where one of the loaders has no length."""
-        return int(_LENGTHS[self.mode](map(len, self._loaders)))
+        return int(MODES[self.mode](map(len, self._loaders)))
 
 
 class _Iterator(Iterator[Any]):
-    """The batches alone, without the numbers that Lightning gives beside them."""
+    """One epoch.
 
-    def __init__(self, combined: Any) -> None:
-        self._combined = combined
-        self._iterator = iter(combined)
+    Args:
+        loaders: all of them.
+        mode: as of CombinedBatches.
+        spec: of the structure.
+    """
+
+    def __init__(self, loaders: list[Any], mode: str, spec: _pytree.TreeSpec) -> None:
+        self._loaders, self._mode, self._spec = loaders, mode, spec
+        self._iterators = [iter(loader) for loader in loaders]
+        self._ended = [False] * len(loaders)
 
     def __next__(self) -> Any:
-        return next(self._iterator)[0]
+        return _pytree.tree_unflatten([self._next_of(index) for index in range(len(self._loaders))], self._spec)
+
+    def _next_of(self, index: int) -> Any:
+        """Return the next batch of a loader; raise StopIteration where it ends the epoch."""
+        try:
+            return next(self._iterators[index])
+        except StopIteration:
+            self._ended[index] = True
+            if self._mode == "min_size" or all(self._ended):
+                raise
+        if self._mode == "max_size":
+            return None
+        self._iterators[index] = iter(self._loaders[index])
+        return next(self._iterators[index])
 
     def _shutdown_workers(self) -> None:
-        self._combined.reset()
+        self._iterators = []
 
 
 def combined(stage: str, loaders: Any) -> Any:
@@ -91,6 +112,6 @@ def _of_combined_loader(stage: str, loader: Any) -> Any:
         return CombinedBatches(loader.iterables, mode)
     if stage == "train":
         raise ConfigurationError(
-            f"'train_dataloaders' can't be a CombinedLoader of mode 'sequential': a fit takes {', '.join(_LENGTHS)}"
+            f"'train_dataloaders' can't be a CombinedLoader of mode 'sequential': a fit takes {', '.join(MODES)}"
         )
     return list(loader.flattened)

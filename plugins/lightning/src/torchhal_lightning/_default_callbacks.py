@@ -53,6 +53,8 @@ def with_defaults(
 def _progress_bar(root: str) -> type:
     """Return torchhal's bar, which draws at most ten times a second, as one that passes for Lightning's."""
     base = trees.first(root).callbacks.ProgressBar
+    if issubclass(base, torchhal.ProgressBar):  # the stand-in's
+        return base
 
     class ProgressBar(torchhal.ProgressBar, base):  # type: ignore[misc, valid-type]
         _trainer: Any = None

@@ -9,20 +9,31 @@ from importlib import import_module, util
 from typing import Any
 
 from torchhal_lightning import _trees as trees
+from torchhal_lightning._stand_in_names import is_provided, provide
 
 _METHODS = ("__init__", "fit", "validate", "test", "predict")
 
 
-def install() -> None:
+def install(*, stand_in: bool | None = None) -> None:
     """Let ``Trainer`` and ``Tuner`` of Lightning's packages be this package's from here on, in this process.
 
     Modules that have imported them under these names already have ours too. Call it before a library subclasses
     Lightning's Trainer.
 
+    Where Lightning isn't installed, ``lightning``, ``lightning.pytorch``, ``lightning.fabric`` and
+    ``pytorch_lightning`` become importable: :mod:`torchhal_lightning.stand_in`.
+
+    Args:
+        stand_in: True: provide these modules in Lightning's place also where it is installed; False: never.
+
     Raises:
-        ModuleNotFoundError: Lightning isn't installed.
+        ModuleNotFoundError: Lightning isn't installed, and ``stand_in`` is False.
+        ImportError: ``stand_in`` is True, and Lightning is imported already.
     """
-    roots = [root for root in trees.ROOTS if util.find_spec(root.partition(".")[0])]
+    roots = [root for root in trees.ROOTS if root.partition(".")[0] in trees.PACKAGES and _is_installed(root)]
+    if stand_in or (stand_in is None and not roots):
+        provide()
+        return
     if not roots:
         raise ModuleNotFoundError("Lightning is not installed: pip install lightning")
     from torchhal_lightning.tuner import Tuner
@@ -35,6 +46,14 @@ def install() -> None:
         _exchange("Trainer", trainer, ours)
         _exchange("Tuner", import_module(f"{root}.tuner.tuning").Tuner, Tuner)
         _exchange_default(import_module(f"{root}.cli").LightningCLI, trainer, ours)
+
+
+def _is_installed(root: str) -> bool:
+    """Whether there is a tree of Lightning's own."""
+    package = root.partition(".")[0]
+    if package in sys.modules:
+        return sys.modules[package].__name__ == package
+    return not is_provided() and util.find_spec(package) is not None
 
 
 def _exchange(name: str, original: Any, ours: Any) -> None:

@@ -33,7 +33,7 @@ def from_lightning(checkpoint: dict[str, Any], run: Run, path: str) -> dict[str,
     Raises:
         CheckpointCorruptError: a counter of Lightning's loops is missing, or the version is none of Lightning's.
     """
-    tree = trees.first(trees.root_of(run.module))
+    tree: Any = trees.first(trees.root_of(run.module))
     try:
         checkpoint, _ = tree.utilities.migration.migrate_checkpoint(checkpoint)
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -111,6 +112,10 @@ class StrategyView:
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
         self._run.strategy.manual_backward(closure_loss, *args, **kwargs)
+
+    def block_backward_sync(self) -> AbstractContextManager[Any]:
+        """Return a context in which a backward sends no gradients."""
+        return self._run.strategy.no_backward_sync() or nullcontext()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         word = str(getattr(reduce_op, "name", reduce_op)).lower() if reduce_op is not None else "mean"

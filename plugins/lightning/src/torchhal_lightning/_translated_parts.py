@@ -66,14 +66,12 @@ def as_list(value: Any) -> list[Any]:
 
 
 def _is_lightnings(value: Any) -> bool:
-    return not isinstance(value, type) and any(
-        cls.__module__.partition(".")[0] in trees.PACKAGES for cls in type(value).__mro__
-    )
+    return not isinstance(value, type) and any(map(trees.has, type(value).__mro__))
 
 
 def _base(value: Any) -> str:
     """Return the name of the class of Lightning that ``value`` is, or whose subclass it is."""
-    return next(cls.__name__ for cls in type(value).__mro__ if cls.__module__.partition(".")[0] in trees.PACKAGES)
+    return next(cls.__name__ for cls in type(value).__mro__ if trees.has(cls))
 
 
 def _unchanged(value: Any, argument: str, instead: str) -> str:

@@ -145,8 +145,8 @@ class LightningAdapter(ModelAdapter):
         return self._timed(body, model, name)
 
     def bind_callback(self, callback: Any, name: str) -> Callable[..., Any]:
-        if isinstance(callback, torchhal.Callback) and name != "setup":  # our own bar, which passes for Lightning's
-            own: Callable[..., Any] = getattr(callback, name)
+        own: Callable[..., Any] = getattr(callback, name)
+        if own.__module__.partition(".")[0] == "torchhal":  # of a callback of torchhal's that passes for Lightning's
             return own
         body = super().bind_callback(callback, name)
         if name == "teardown" and isinstance(callback, trees.classes("callbacks.OnExceptionCheckpoint")):

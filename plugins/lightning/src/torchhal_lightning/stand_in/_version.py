@@ -1,0 +1,3 @@
+"""The version of Lightning whose names the stand-in has."""
+
+__version__ = "2.6.6"
