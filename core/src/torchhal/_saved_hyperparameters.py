@@ -73,20 +73,20 @@ class HasHyperparameters:
             found = self.__dict__["_hparams"] = Hyperparameters()
         return found
 
-    def save_hyperparameters(self, *names: Any, ignore: str | Iterable[str] = (), logger: bool = True) -> None:
+    def save_hyperparameters(self, *names: Any, ignore: str | Iterable[str] | None = None, logger: bool = True) -> None:
         """Keep the arguments of ``__init__``; they are put into checkpoints and rebuild the object from one.
 
         Called inside ``__init__``, as its first lines.
 
         Args:
             names: arguments to keep, all when empty; or one mapping or namespace to keep instead.
-            ignore: arguments to leave out, such as modules.
+            ignore: arguments to leave out, such as modules; None for none.
             logger: whether the loggers get them too.
         """
         if not isinstance(logger, bool):
             raise ConfigurationError(f"'logger' must be a bool (got {logger!r})")
         self.__dict__["_log_hyperparams"] = logger
-        ignored = {ignore} if isinstance(ignore, str) else set(ignore)
+        ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         frame = inspect.currentframe()
         caller = frame.f_back if frame is not None else None
         if len(names) == 1 and not isinstance(names[0], str):

@@ -127,7 +127,7 @@ def test_a_script_runs_unchanged(pl, tmp_path, devices):
 def test_a_script_that_is_not_there(tmp_path):
     command = [sys.executable, "-m", "torchhal_lightning", str(tmp_path / "none.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1 and "usage: python -m torchhal_lightning script.py" in done.stderr
+    assert done.returncode == 1 and "usage: python -m torchhal_lightning [--stand-in] script.py" in done.stderr
 
 
 def test_steps_are_counted_from_predictions(pl):

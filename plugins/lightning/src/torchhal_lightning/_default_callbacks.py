@@ -52,11 +52,11 @@ def with_defaults(
 @lru_cache
 def _progress_bar(root: str) -> type:
     """Return torchhal's bar, which draws at most ten times a second, as one that passes for Lightning's."""
-    base = trees.first(root).callbacks.ProgressBar
+    base: type = trees.first(root).callbacks.ProgressBar
     if issubclass(base, torchhal.ProgressBar):  # the stand-in's
         return base
 
-    class ProgressBar(torchhal.ProgressBar, base):  # type: ignore[misc, valid-type]
+    class ProgressBar(torchhal.ProgressBar, base):  # type: ignore[misc]
         _trainer: Any = None
 
         def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -75,9 +75,7 @@ class CheckpointIO:
         """Write a checkpoint."""
         raise NotImplementedError(f"{type(self).__name__} must define save_checkpoint(checkpoint, path)")
 
-    def load_checkpoint(
-        self, path: Any, map_location: Any = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Read one."""
         raise NotImplementedError(f"{type(self).__name__} must define load_checkpoint(path)")
 
@@ -95,9 +93,7 @@ class TorchCheckpointIO(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         _TorchCheckpointIO().save_checkpoint(checkpoint, path, storage_options=storage_options)
 
-    def load_checkpoint(
-        self, path: Any, map_location: Any = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         return _TorchCheckpointIO().load_checkpoint(
             path, map_location="cpu" if map_location is None else map_location, weights_only=weights_only is not False
         )
@@ -210,7 +206,7 @@ class TorchSyncBatchNorm(LayerSync):
     """``Trainer(sync_batchnorm=True)``."""
 
     def apply(self, model: nn.Module) -> nn.Module:
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return]
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return, no-untyped-call]
 
     def revert(self, model: nn.Module) -> nn.Module:
         return model

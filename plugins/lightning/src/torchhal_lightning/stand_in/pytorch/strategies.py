@@ -118,7 +118,7 @@ class FSDPStrategy(ParallelStrategy):
 
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         if activation_checkpointing is not None and activation_checkpointing_policy is not None:
-            raise ConfigurationError("'activation_checkpointing' and 'activation_checkpointing_policy' exclude each other")
+            raise ConfigurationError("pass one of 'activation_checkpointing' and 'activation_checkpointing_policy'")
         if state_dict_type not in ("full", "sharded"):
             raise ConfigurationError(f"'state_dict_type' must be 'full' or 'sharded' (got {state_dict_type!r})")
         self._process_group_backend = process_group_backend
@@ -240,7 +240,7 @@ class _StrategyRegistry(dict[str, dict[str, Any]]):
 
         return add if strategy is None else add(strategy)
 
-    def get(self, name: str, default: Any = None) -> Any:  # type: ignore[override]
+    def get(self, name: str, default: Any = None) -> Any:
         """Return a new strategy of that name."""
         if name not in self:
             if default is None:

@@ -1,7 +1,8 @@
 """LightningModule and LightningDataModule, as torchhal's Module and DataModule under Lightning's names."""
 
+from torchhal.module import HasHyperparameters as HyperparametersMixin
 from torchhal_lightning.stand_in.pytorch.core.datamodule import LightningDataModule
 from torchhal_lightning.stand_in.pytorch.core.module import LightningModule
 from torchhal_lightning.stand_in.pytorch.core.optimizer import LightningOptimizer
 
-__all__ = ["LightningDataModule", "LightningModule", "LightningOptimizer"]
+__all__ = ["HyperparametersMixin", "LightningDataModule", "LightningModule", "LightningOptimizer"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,5 +70,5 @@ class LightningDataModule(torchhal.DataModule):
             ("train", train_dataset), ("val", val_dataset), ("test", test_dataset), ("predict", predict_dataset)
         ):  # fmt: skip
             if dataset is not None:
-                setattr(made, f"{stage}_dataloader", lambda dataset=dataset, stage=stage: loader(dataset, stage == "train"))
+                setattr(made, f"{stage}_dataloader", partial(loader, dataset, stage == "train"))
         return made

@@ -11,6 +11,7 @@ import torch
 
 import torchhal
 from torchhal.errors import ConfigurationError
+from torchhal.trainer.adapters import run_of
 from torchhal_lightning._logging import Log
 
 
@@ -52,7 +53,7 @@ class LightningModule(torchhal.Module):
         if "_trainer" not in self.__dict__:
             super().log(name, value)  # warns
             return
-        Log(self, self.trainer._run)(  # type: ignore[attr-defined]
+        Log(self, run_of(self.trainer))(
             name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
             add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
         )  # fmt: skip
@@ -71,9 +72,9 @@ class LightningModule(torchhal.Module):
         Raises:
             ConfigurationError: both say how, and not the same.
         """
-        chosen = {}
-        for name, given in (("val", gradient_clip_val), ("algorithm", gradient_clip_algorithm)):
-            given = getattr(given, "value", given)  # of an enum
+        algorithm: Any = gradient_clip_algorithm  # a word, or a member of an enum
+        chosen: dict[str, Any] = {}
+        for name, given in (("val", gradient_clip_val), ("algorithm", getattr(algorithm, "value", algorithm))):
             own = getattr(self.trainer, f"gradient_clip_{name}")
             if given is not None and own is not None and given != own:
                 raise ConfigurationError(
@@ -153,7 +154,9 @@ class LightningModule(torchhal.Module):
             if method == "script":
                 script = torch.jit.script(self, **options)
             else:
-                script = torch.jit.trace(func=self, example_inputs=self._sample(example_inputs), **options)
+                script = torch.jit.trace(  # type: ignore[no-untyped-call]
+                    func=self, example_inputs=self._sample(example_inputs), **options
+                )
         finally:
             self.train(training)
         if file_path is not None:

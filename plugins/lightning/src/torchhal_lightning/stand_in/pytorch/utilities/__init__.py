@@ -108,7 +108,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
         verbose: taken and not used.
     """
     if seed is None:
-        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
     os.environ["PL_GLOBAL_SEED"] = str(seed)
     return _seed_everything(seed, workers=workers)
 
@@ -141,7 +141,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     }
     if norms:
         norms[f"grad_{order}_norm_total"] = torch.tensor(list(norms.values())).norm(order)
-    return norms  # type: ignore[return-value]
+    return norms
 
 
 @contextmanager

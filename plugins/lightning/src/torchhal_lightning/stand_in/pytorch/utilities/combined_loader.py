@@ -15,7 +15,8 @@ class CombinedLoader:
 
     Args:
         iterables: the loaders.
-        mode: "min_size", "max_size", "max_size_cycle": see :class:`.CombinedBatches`; "sequential": one after the other.
+        mode: "min_size", "max_size", "max_size_cycle": how long an epoch is, see :class:`.CombinedBatches`;
+            "sequential": one loader after the other.
     """
 
     def __init__(self, iterables: Any, mode: str = "min_size") -> None:

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Optional, TypedDict, Union
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-STEP_OUTPUT = Optional[Union[Tensor, Mapping[str, Any]]]
+STEP_OUTPUT = Tensor | Mapping[str, Any] | None
 EVAL_DATALOADERS = Any
 TRAIN_DATALOADERS = Any
-LRSchedulerTypeUnion = Union[LRScheduler, ReduceLROnPlateau]
+LRSchedulerTypeUnion = LRScheduler | ReduceLROnPlateau
 LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
 LRSchedulerPLType = LRSchedulerTypeUnion
-LRSchedulerType = Union[type[LRScheduler], type[ReduceLROnPlateau]]
+LRSchedulerType = type[LRScheduler] | type[ReduceLROnPlateau]
 ReduceOp = Any
 
-_PATH = Union[str, "os.PathLike[str]"]
-_DEVICE = Union[torch.device, str, int]
-_MAP_LOCATION_TYPE = Optional[
-    Union[_DEVICE, Callable[[torch.UntypedStorage, str], Optional[torch.UntypedStorage]], dict[_DEVICE, _DEVICE]]
-]
+_PATH = str | os.PathLike[str]
+_DEVICE = torch.device | str | int
+_MAP_LOCATION_TYPE = (
+    _DEVICE | Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None] | dict[_DEVICE, _DEVICE] | None
+)
 _EVALUATE_OUTPUT = list[Mapping[str, float]]
-_PREDICT_OUTPUT = Union[list[Any], list[list[Any]]]
+_PREDICT_OUTPUT = list[Any] | list[list[Any]]
 _METRIC = Any
-_NUMBER = Union[int, float]
+_NUMBER = int | float
 
 
 class LRSchedulerConfigType(TypedDict, total=False):
@@ -59,14 +59,13 @@ class OptimizerLRSchedulerConfig(OptimizerConfig, total=False):
     monitor: str
 
 
-OptimizerLRScheduler = Optional[
-    Union[
-        Optimizer,
-        Sequence[Optimizer],
-        tuple[Sequence[Optimizer], Sequence[Any]],
-        OptimizerConfig,
-        OptimizerLRSchedulerConfig,
-        Sequence[OptimizerConfig],
-        Sequence[OptimizerLRSchedulerConfig],
-    ]
-]
+OptimizerLRScheduler = (
+    Optimizer
+    | Sequence[Optimizer]
+    | tuple[Sequence[Optimizer], Sequence[Any]]
+    | OptimizerConfig
+    | OptimizerLRSchedulerConfig
+    | Sequence[OptimizerConfig]
+    | Sequence[OptimizerLRSchedulerConfig]
+    | None
+)
