@@ -3,7 +3,7 @@
 import copy
 
 import pytest
-from lightning_models import dataset, fit, made, models
+from lightning_models import dataset, fit, made, models, same
 from torch.utils.data import DataLoader
 
 import torchhal
@@ -157,12 +157,31 @@ def test_a_step_that_forgets_its_closure(pl):
         fit(Trainer, made(Forgets))
 
 
-def test_batches_that_a_step_would_draw_itself(pl):
+def test_batches_that_a_step_draws_itself(pl):
     class Draws(models(pl)["Plain"]):
-        def training_step(self, dataloader_iter): ...
+        def training_step(self, dataloader_iter):
+            batch, batch_idx, dataloader_idx = next(dataloader_iter)
+            loss = self.loss(batch)
+            self.note("train", batch_idx, dataloader_idx, loss)
+            self.log("train_loss", loss, batch_size=8)
+            return loss
 
-    with pytest.raises(ConfigurationError, match=r"Draws\.training_step takes 'dataloader_iter'"):
-        fit(Trainer, made(Draws))
+        def validation_step(self, dataloader_iter):
+            batch, batch_idx, _ = next(dataloader_iter)
+            self.note("val", batch_idx, self.loss(batch))
+
+    class DrawsTwo(Draws):
+        def training_step(self, dataloader_iter):
+            next(dataloader_iter)
+            return super().training_step(dataloader_iter)
+
+    theirs, mine = made(Draws), made(Draws)
+    fit(pl.Trainer, theirs)
+    fit(Trainer, mine)
+    same(mine, theirs)
+    assert "training_step" not in vars(mine)
+    with pytest.raises(ModelError, match=r"DrawsTwo\.training_step draws a second batch"):
+        fit(Trainer, made(DrawsTwo))
 
 
 def test_the_loss_of_an_accumulation_is_a_share(pl):

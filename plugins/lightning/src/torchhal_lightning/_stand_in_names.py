@@ -73,8 +73,8 @@ def _target_of(name: str) -> str | None:
     parts = [*_ROOTS[root].split("."), *(rest.split(".") if rest else ())]
     if parts[2:3] == ["fabric"] and parts[3:4] and parts[3] in _SHARED:
         parts[2] = "pytorch"
-    least = 2 if len(parts) < 4 else 4  # neither lightning.nothing nor lightning.pytorch.nothing exists
-    for depth in range(len(parts), least - 1, -1):
+    packages = len(_ROOTS["pytorch_lightning"].split(".")) + 1  # neither lightning.no nor lightning.pytorch.no exists
+    for depth in (len(parts), *range(len(parts) - 1, packages - 1, -1)):
         if _exists(parts[:depth]):
             return ".".join(parts[:depth])
     return None

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import torchhal
-from torchhal.errors import ConfigurationError
 from torchhal.trainer.adapters import ModelAdapter, Request, Run, declares_hooks
 from torchhal_lightning import _trees as trees
 from torchhal_lightning._combined_loaders import combined
+from torchhal_lightning._dataloader_iter import draws_batches, fed
 from torchhal_lightning._finders import Finders
 from torchhal_lightning._lightning_checkpoints import VERSION, from_lightning, is_lightnings
 from torchhal_lightning._logging import Log
@@ -24,6 +23,7 @@ from torchhal_lightning._trainer_view import TrainerView, views
 from torchhal_lightning._translated_parts import translated
 
 _BASES = ("LightningModule", "LightningDataModule", "Callback")
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _WITH_BODY = ("predict_step",)
 """Methods of LightningModule that work where a subclass has none."""
 _KINDS = {
@@ -51,6 +51,8 @@ class LightningAdapter(ModelAdapter):
         self._finders = Finders(run)
         self._savers: list[SaverBeside] = []
         self._profiling: Profiling | None = None
+        self._fed: list[str] = []
+        """Steps that take ``dataloader_iter``."""
         self._silent: list[tuple[Any, Any]] = []
         """Owners of hyperparameters that are not logged, and whether they would be."""
         self._declare()
@@ -74,12 +76,6 @@ class LightningAdapter(ModelAdapter):
 
     def prepare_model(self, model: Any) -> None:
         self._declare()  # the other tree may have been imported since
-        for name in ("training_step", "validation_step", "test_step", "predict_step"):
-            if "dataloader_iter" in inspect.signature(getattr(model, name, None) or _nothing).parameters:
-                raise ConfigurationError(
-                    f"{type(model).__name__}.{name} takes 'dataloader_iter', to draw batches itself, which has no "
-                    "counterpart here: take (batch, batch_idx)"
-                )
 
     def begin_run(self) -> None:
         self._declare()
@@ -99,6 +95,11 @@ class LightningAdapter(ModelAdapter):
         if trees.root_of(module) is None:
             return
         self._attributes = vars(module)
+        for name in _STEPS:
+            step = getattr(module, name, None)
+            if step is not None and draws_batches(step):
+                self._attributes[name] = fed(step, f"{type(module).__name__}.{name}")
+                self._fed.append(name)
         if any(type(module).log is vars(base)["log"] for base in trees.classes("LightningModule")):
             self._attributes["log"] = Log(module, self.run)
             self._logging.append(module)
@@ -120,6 +121,8 @@ class LightningAdapter(ModelAdapter):
         profiling, self._profiling = self._profiling, None
         if profiling is not None:
             profiling.end()
+        while self._fed:
+            vars(self.run.module).pop(self._fed.pop(), None)
         while self._silent:
             owner, logged = self._silent.pop()
             owner._log_hyperparams = logged
