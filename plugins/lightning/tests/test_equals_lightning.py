@@ -109,3 +109,39 @@ def test_what_a_module_brings_and_steps_by(pl):
     same(mine, theirs, but=("epoch",))  # in which Lightning has what the callback logs a hook earlier
     assert float(trainer.callback_metrics["said"]) == float(reference.callback_metrics["said"]) == 2.0
     assert copy.deepcopy(mine).body[0].weight.equal(mine.body[0].weight)
+
+
+class ShufflesItself:
+    """A loader that is no DataLoader: each iterator has an order of its own."""
+
+    def __init__(self, size):
+        self._data = dataset(size)
+
+    def __len__(self):
+        return len(self._data) // 8
+
+    def __iter__(self):
+        order = torch.randperm(len(self._data))
+        return iter([self._data[order[start : start + 8]] for start in range(0, len(self._data), 8)])
+
+
+@pytest.mark.parametrize("kind", ["generator", "own"])
+def test_loaders_with_an_order_of_their_own(pl, kind):
+    def loader(size):
+        if kind == "own":
+            return ShufflesItself(size)
+        return DataLoader(dataset(size), 8, shuffle=True, generator=torch.Generator().manual_seed(2))
+
+    def run(trainer_of, module):
+        torch.manual_seed(1)
+        trainer = trainer_of(
+            accelerator="cpu", devices=1, max_epochs=3, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, loader(48), loader(24))
+
+    theirs, mine = made(models(pl)["Plain"]), made(models(pl)["Plain"])
+    run(pl.Trainer, theirs)
+    run(torchhal.Trainer, mine)
+    del mine.notes[:2], theirs.notes[:2]  # of the sanity check, before which Lightning begins the loader once more
+    same(mine, theirs)

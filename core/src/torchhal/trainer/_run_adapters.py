@@ -93,6 +93,12 @@ class Adapters(RunPart[Any]):
         else:
             adapter.set_training_mode(model)
 
+    def exhausts_samplers(self, model: Any) -> bool:
+        """Return whether a loop over a model's data reaches the end of the sampler."""
+        adapter = self.of(model)
+        exhausts: bool = adapter is None or adapter.exhausts_samplers
+        return exhausts
+
     def kind_of_callback(self, callback: Any) -> str | None:
         """Return which of the Trainer's own callbacks one of another framework stands in for, if any."""
         adapter = self.of(callback)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchhal._overrides import implements
 from torchhal.errors import ModelError
 from torchhal.trainer import _resume as resume
 from torchhal.trainer.data._evaluation_data import EvaluationData
+from torchhal.trainer.data._iterators import exhaust_sampler
 from torchhal.trainer.data._loaders import as_loaders, find_loaders
 from torchhal.trainer.data._training_data import TrainingData
 
@@ -73,3 +74,9 @@ def load_validation_data(run: Run) -> EvaluationData:
     same = [trained_on for _ in as_loaders(found)]
     limit = run.overfit_batches
     return EvaluationData.build(same, run, limit, "overfit_batches", "train_dataloaders", as_trained=True)
+
+
+def reach_end_of_sampler(run: Run, iterator: Any) -> None:
+    """End an epoch whose batches are used up as a for loop does, unless the model's framework counts them instead."""
+    if run.adapters.exhausts_samplers(run.module):
+        exhaust_sampler(iterator)

@@ -50,6 +50,11 @@ class ModelAdapter(RunPart[Run]):
         run: state of the Trainer.
     """
 
+    exhausts_samplers: bool = True
+    """Whether a loop reaches the end of a loader's sampler, as ``for batch in loader`` does, or counts its batches.
+
+    A sampler with a generator of its own draws once more at its end, so the order of the next epoch depends on it."""
+
     @property
     def trainer(self) -> Any:
         """What the framework's objects get for the Trainer: as ``module.trainer``, and as the argument of hooks."""

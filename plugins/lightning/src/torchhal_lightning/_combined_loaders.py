@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.utils import _pytree
+from torch.utils.data import DataLoader
 
 from torchhal.errors import ConfigurationError
 from torchhal.trainer.adapters import CompoundLoader, is_loader
@@ -95,6 +96,16 @@ def combined(stage: str, loaders: Any) -> Any:
     if isinstance(loaders, Mapping) or (isinstance(loaders, list | tuple) and loaders and all(map(_reads, loaders))):
         return CombinedBatches(loaders, "max_size_cycle")
     return loaders
+
+
+def begin_once(loaders: Any) -> None:
+    """Make an iterator of each loader that is no DataLoader, as Lightning does before the first epoch.
+
+    It asks whether one can; a loader that shuffles itself draws then, and its epochs have other orders without it.
+    """
+    for loader in loaders.loaders if isinstance(loaders, CompoundLoader) else _pytree.tree_leaves(loaders):
+        if is_loader(loader) and not isinstance(loader, DataLoader):
+            iter(loader)
 
 
 def _reads(value: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 import torchhal
 from torchhal.trainer.adapters import ModelAdapter, Request, Run, declares_hooks
 from torchhal_lightning import _trees as trees
-from torchhal_lightning._combined_loaders import combined
+from torchhal_lightning._combined_loaders import begin_once, combined
 from torchhal_lightning._dataloader_iter import draws_batches, fed
 from torchhal_lightning._finders import Finders
 from torchhal_lightning._lightning_checkpoints import VERSION, from_lightning, is_lightnings
@@ -41,6 +41,8 @@ class LightningAdapter(ModelAdapter):
         run: state of the Trainer.
     """
 
+    exhausts_samplers = False
+
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._view: TrainerView | None = None
@@ -51,6 +53,8 @@ class LightningAdapter(ModelAdapter):
         self._finders = Finders(run)
         self._savers: list[SaverBeside] = []
         self._profiling: Profiling | None = None
+        self._trained_on: Any = ()
+        """The loaders of a fit."""
         self._fed: list[str] = []
         """Steps that take ``dataloader_iter``."""
         self._silent: list[tuple[Any, Any]] = []
@@ -109,10 +113,14 @@ class LightningAdapter(ModelAdapter):
                 self._logging.append(callback)
 
     def adapt_loaders(self, stage: str, loaders: Any) -> Any:
-        return combined(stage, loaders)
+        adapted = combined(stage, loaders)
+        if stage == "train":
+            self._trained_on = adapted
+        return adapted
 
     def set_training_mode(self, model: Any) -> None:
         """Leave each module in the mode that it has, as Lightning does since 2.2: a frozen one may be in the other."""
+        begin_once(self._trained_on)
 
     def end_run(self) -> None:
         self._finders.end()
@@ -132,6 +140,7 @@ class LightningAdapter(ModelAdapter):
             if owner is not self.run.module:
                 vars(owner).pop("log_dict", None)
         self._attributes = None
+        self._trained_on = ()
         self.trainer.predict_loop = PredictLoopView(self.run)  # without what was predicted
 
     def follow_hook(self, name: str | None) -> None:

@@ -12,11 +12,12 @@ from torchhal._overrides import implements
 from torchhal.errors import ModelError
 from torchhal.pytree import move_to_device
 from torchhal.trainer._call_signatures import adapt_step
+from torchhal.trainer._run_data import reach_end_of_sampler
 from torchhal.trainer._run_part import RunPart
 from torchhal.trainer.data._accelerator_loader import start_accelerator_iterator
 from torchhal.trainer.data._batch_transfer import batch_transfer
 from torchhal.trainer.data._evaluation_data import EvaluationData
-from torchhal.trainer.data._iterators import close_iterator, exhaust_sampler
+from torchhal.trainer.data._iterators import close_iterator
 from torchhal.trainer.data._loaders import last_batch, loader_length, no_batch
 from torchhal.trainer.loops._batch_hooks import evaluation_batch_hooks
 from torchhal.trainer.loops._epoch_end import call_epoch_end
@@ -155,7 +156,7 @@ class EvaluationLoop(RunPart[Run]):
                     if batch_idx < common or alone or together or ends_apart:  # not for batches that other ranks lack
                         cut = self.stops_here()
                 if length == size and not cut:  # else a limit was reached, and the rest of the sampler stays undrawn
-                    exhaust_sampler(iterator)
+                    reach_end_of_sampler(run, iterator)
                 if lockstep is not None and not cut:
                     for _ in lockstep.rest():
                         if self.stops_here():

@@ -16,10 +16,10 @@ from torchhal.trainer import _resume as resume
 from torchhal.trainer._forwarded import Forwarded
 from torchhal.trainer._hooks import module_hook
 from torchhal.trainer._progress import FitProgress
-from torchhal.trainer._run_data import reload_data
+from torchhal.trainer._run_data import reach_end_of_sampler, reload_data
 from torchhal.trainer._run_part import RunPart
 from torchhal.trainer.data._batch_transfer import batch_transfer
-from torchhal.trainer.data._iterators import close_iterator, exhaust_sampler
+from torchhal.trainer.data._iterators import close_iterator
 from torchhal.trainer.data._loaders import no_batch, share_of
 from torchhal.trainer.data._training_data import TrainingData
 from torchhal.trainer.logging._log_options import batch_size_of
@@ -187,7 +187,7 @@ class FitLoop(RunPart[Run]):
             if length is None or self.progress.batches_done < length:
                 stopped = self._run_batches(batches, length)
             else:
-                exhaust_sampler(batches)
+                reach_end_of_sampler(run, batches)
         finally:
             close_iterator(batches)
         if (
@@ -266,14 +266,14 @@ class FitLoop(RunPart[Run]):
             watch.steps_done += 1
             if max_steps != -1 and progress.global_step >= max_steps:
                 if last and whole:
-                    exhaust_sampler(batches)
+                    reach_end_of_sampler(run, batches)
                 return not last
             late = deadline is not None and time.monotonic() > deadline
             if (watch.stop_requested or run.should_stop or late) and self.stop.stops_at_boundary(alone):
                 return not last
             if last:
                 if whole:  # else a limit was reached, and the rest of the sampler stays undrawn
-                    exhaust_sampler(batches)
+                    reach_end_of_sampler(run, batches)
                 return False
         # the end of a loader without a length
         self._finish_accumulation()
