@@ -143,7 +143,8 @@ class Module(HasHyperparameters, ModuleHooks, nn.Module):
         """Record one number.
 
         Args:
-            name: the key in ``callback_metrics`` and the loggers.
+            name: the key in ``callback_metrics`` and the loggers. ``"step"`` is the step at which the loggers record
+                what is logged with it, in place of the number of optimizer steps.
             value: a tensor of one element, a number, or a metric object with ``compute`` and ``reset``.
             prog_bar: show it in the progress bar.
             logger: give it to the loggers (default: yes).

@@ -1,6 +1,7 @@
 """A LightningModule does under torchhal's Trainer what it does under Lightning's: losses, metrics and hooks."""
 
 import copy
+import csv
 import pickle
 
 import pytest
@@ -145,3 +146,32 @@ def test_loaders_with_an_order_of_their_own(pl, kind):
     run(torchhal.Trainer, mine)
     del mine.notes[:2], theirs.notes[:2]  # of the sanity check, before which Lightning begins the loader once more
     same(mine, theirs)
+
+
+@pytest.mark.parametrize("options", [{}, {"val_check_interval": 1, "accumulate_grad_batches": 4}], ids=str)
+def test_gradients_are_cleared_before_a_validation(pl, options):
+    class Keeps(models(pl)["Plain"]):
+        def on_validation_model_zero_grad(self):
+            self.note("cleared", self.global_step)
+
+    theirs, mine = made(Keeps), made(Keeps)
+    fit(pl.Trainer, theirs, **options)
+    fit(torchhal.Trainer, mine, **options)
+    same(mine, theirs)
+    assert any(note[0] == "cleared" for note in mine.notes) and "on_validation_model_eval" not in vars(mine)
+
+
+def test_a_step_of_ones_own(pl, tmp_path):
+    """What is logged as "step" is the loggers' axis."""
+
+    class ByEpoch(models(pl)["Plain"]):
+        def on_train_epoch_end(self):
+            self.log("step", 100.0 + self.current_epoch)
+            self.log("mine", 1.0)
+
+    for number, trainer_of in enumerate((pl.Trainer, torchhal.Trainer)):
+        logger = pl.loggers.CSVLogger(tmp_path / str(number), name="", version=0)
+        fit(trainer_of, made(ByEpoch), logger=logger)
+        with open(tmp_path / str(number) / "version_0" / "metrics.csv") as file:
+            rows = [row for row in csv.DictReader(file) if row["mine"]]
+        assert [row["step"] for row in rows] == ["100", "101", "102"]

@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import torch
 from lightning_models import dataset, fit, made, models, same
 from torch.utils.data import DataLoader
 
@@ -255,3 +256,10 @@ def test_a_hook_that_lightning_has_removed_is_a_warning(pl):
 
     with pytest.raises(ModelError, match=r"Gathers\.training_epoch_end is no hook any more"):
         fit(torchhal.Trainer, made(Gathers), max_epochs=1)
+
+
+def test_a_module_made_in_the_precision(pl):
+    trainer = of_tree(pl)(**{**OPTIONS, "precision": "bf16-true"})
+    with trainer.init_module():
+        module = made(models(pl)["Plain"])
+    assert {each.dtype for each in module.parameters()} == {torch.bfloat16}

@@ -65,9 +65,10 @@ class RunOutput:
 
     def _send(self, metrics: dict[str, torch.Tensor]) -> None:
         numbers = {name: float(value) for name, value in zip(metrics, to_host(metrics.values()), strict=True)}
+        step = int(numbers.pop("step", self.global_step))
         numbers.setdefault("epoch", self.current_epoch)
         for logger in self.loggers:
-            logger.log_metrics(numbers, self.global_step)
+            logger.log_metrics(numbers, step)
 
     def finalize_loggers(self, status: str) -> None:
         if self.is_global_zero:

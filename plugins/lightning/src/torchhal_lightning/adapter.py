@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import torchhal
-from torchhal.trainer.adapters import ModelAdapter, Request, Run, declares_hooks
+from torchhal.trainer.adapters import ModelAdapter, Request, Run, declares_hooks, implements
 from torchhal_lightning import _trees as trees
 from torchhal_lightning._combined_loaders import begin_once, combined
 from torchhal_lightning._dataloader_iter import draws_batches, fed
@@ -55,8 +55,8 @@ class LightningAdapter(ModelAdapter):
         self._profiling: Profiling | None = None
         self._trained_on: Any = ()
         """The loaders of a fit."""
-        self._fed: list[str] = []
-        """Steps that take ``dataloader_iter``."""
+        self._wrapped: list[str] = []
+        """Methods that the module has in this run."""
         self._silent: list[tuple[Any, Any]] = []
         """Owners of hyperparameters that are not logged, and whether they would be."""
         self._declare()
@@ -102,8 +102,9 @@ class LightningAdapter(ModelAdapter):
         for name in _STEPS:
             step = getattr(module, name, None)
             if step is not None and draws_batches(step):
-                self._attributes[name] = fed(step, f"{type(module).__name__}.{name}")
-                self._fed.append(name)
+                self._wrap(name, fed(step, f"{type(module).__name__}.{name}"))
+        if self.run.state.fn == "fit" and implements(module, "on_validation_model_zero_grad"):
+            self._wrap("on_validation_model_eval", self._after_zero_grad(module))
         if any(type(module).log is vars(base)["log"] for base in trees.classes("LightningModule")):
             self._attributes["log"] = Log(module, self.run)
             self._logging.append(module)
@@ -111,6 +112,25 @@ class LightningAdapter(ModelAdapter):
             if trees.root_of(callback) is not None:
                 callback.log, callback.log_dict = module.log, module.log_dict
                 self._logging.append(callback)
+
+    def _wrap(self, name: str, body: Callable[..., Any]) -> None:
+        """Give the module another method of that name in this run."""
+        assert self._attributes is not None
+        self._attributes[name] = body
+        self._wrapped.append(name)
+
+    def _after_zero_grad(self, module: Any) -> Callable[[], None]:
+        """Return a module's ``on_validation_model_eval``, before which a fit's validation calls another hook."""
+        set_eval = module.on_validation_model_eval
+
+        def call() -> None:
+            run, progress = self.run, self.run.progress
+            stepped = run.trainer.is_last_batch or progress.batches_done % progress.accumulate == 0
+            if run.state.stage != "sanity_check" and stepped:
+                module.on_validation_model_zero_grad()
+            set_eval()
+
+        return call
 
     def adapt_loaders(self, stage: str, loaders: Any) -> Any:
         adapted = combined(stage, loaders)
@@ -129,8 +149,8 @@ class LightningAdapter(ModelAdapter):
         profiling, self._profiling = self._profiling, None
         if profiling is not None:
             profiling.end()
-        while self._fed:
-            vars(self.run.module).pop(self._fed.pop(), None)
+        while self._wrapped:
+            vars(self.run.module).pop(self._wrapped.pop(), None)
         while self._silent:
             owner, logged = self._silent.pop()
             owner._log_hyperparams = logged

@@ -6,6 +6,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -208,6 +209,16 @@ class Trainer(TrainerView):
             best = getattr(self.checkpoint_callback, "best_model_path", None)
             return best or ckpt_path
         return ckpt_path
+
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Return a context in which a model is made with the precision's dtype.
+
+        The strategy moves it to the device when it trains.
+
+        Args:
+            empty_init: taken and not used: parameters get their values.
+        """
+        return self.trainer.strategy.init_context()
 
     @raising_lightnings
     def fit(
