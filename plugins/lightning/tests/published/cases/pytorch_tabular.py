@@ -8,7 +8,7 @@ from pytorch_tabular import TabularModel
 from pytorch_tabular.config import DataConfig, OptimizerConfig, TrainerConfig
 from pytorch_tabular.models import CategoryEmbeddingModelConfig
 
-PACKAGES = ["pytorch_tabular"]
+PACKAGES = ["pytorch_tabular", "requests"]
 
 noted.seed()
 data = pd.DataFrame(np.random.randn(160, 3), columns=["a", "b", "c"])
