@@ -1,5 +1,10 @@
 """Run code beside the model at fixed points of a run, by callbacks of the user or the ready-made ones."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchhal.lazy_names import lazy_names
 from torchhal.trainer.callbacks.base import Callback
 from torchhal.trainer.callbacks.checkpoint import ModelCheckpoint
 from torchhal.trainer.callbacks.early_stopping import EarlyStopping
@@ -7,4 +12,20 @@ from torchhal.trainer.callbacks.lr_monitor import LearningRateMonitor
 from torchhal.trainer.callbacks.progress import ProgressBar
 from torchhal.trainer.callbacks.summary import ModelSummary
 
-__all__ = ["Callback", "EarlyStopping", "LearningRateMonitor", "ModelCheckpoint", "ModelSummary", "ProgressBar"]
+if TYPE_CHECKING:
+    from torchhal.trainer.callbacks.lambda_callback import LambdaCallback
+    from torchhal.trainer.callbacks.timer import Timer
+
+__all__ = [
+    "Callback",
+    "EarlyStopping",
+    "LambdaCallback",
+    "LearningRateMonitor",
+    "ModelCheckpoint",
+    "ModelSummary",
+    "ProgressBar",
+    "Timer",
+]
+
+# Those that the Trainer itself never makes.
+__getattr__, __dir__ = lazy_names(__name__, {"LambdaCallback": "lambda_callback", "Timer": "timer"})
