@@ -343,7 +343,8 @@ def evaluate(run: Run, loop: EvaluationLoop, fn: str) -> Any:
         if not as_loaders(given):
             raise ModelError(f"{fn} needs data: its loader is {given!r}")
         name = "limit_val_batches" if fn == "validate" else f"limit_{fn}_batches"
-        data = EvaluationData.build(given, run, getattr(run, name), name, "dataloaders")
+        with_indices = fn == "predict" and loop.records_batch_indices
+        data = EvaluationData.build(given, run, getattr(run, name), name, "dataloaders", with_indices=with_indices)
         run.sources.evaluation_data = data
     outputs, cut = loop.evaluate(fn, data)
     if cut:

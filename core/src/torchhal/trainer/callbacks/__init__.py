@@ -14,6 +14,7 @@ from torchhal.trainer.callbacks.summary import ModelSummary
 
 if TYPE_CHECKING:
     from torchhal.trainer.callbacks.lambda_callback import LambdaCallback
+    from torchhal.trainer.callbacks.prediction_writer import PredictionWriter
     from torchhal.trainer.callbacks.timer import Timer
 
 __all__ = [
@@ -23,9 +24,17 @@ __all__ = [
     "LearningRateMonitor",
     "ModelCheckpoint",
     "ModelSummary",
+    "PredictionWriter",
     "ProgressBar",
     "Timer",
 ]
 
 # Those that the Trainer itself never makes.
-__getattr__, __dir__ = lazy_names(__name__, {"LambdaCallback": "lambda_callback", "Timer": "timer"})
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "LambdaCallback": "lambda_callback",
+        "PredictionWriter": "prediction_writer",
+        "Timer": "timer",
+    },
+)
