@@ -13,6 +13,7 @@ from torchhal.trainer.callbacks.progress import ProgressBar
 from torchhal.trainer.callbacks.summary import ModelSummary
 
 if TYPE_CHECKING:
+    from torchhal.trainer.callbacks.accumulation_scheduler import GradientAccumulationScheduler
     from torchhal.trainer.callbacks.lambda_callback import LambdaCallback
     from torchhal.trainer.callbacks.prediction_writer import PredictionWriter
     from torchhal.trainer.callbacks.timer import Timer
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Callback",
     "EarlyStopping",
+    "GradientAccumulationScheduler",
     "LambdaCallback",
     "LearningRateMonitor",
     "ModelCheckpoint",
@@ -33,6 +35,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "GradientAccumulationScheduler": "accumulation_scheduler",
         "LambdaCallback": "lambda_callback",
         "PredictionWriter": "prediction_writer",
         "Timer": "timer",
