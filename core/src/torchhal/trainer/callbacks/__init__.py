@@ -14,12 +14,14 @@ from torchhal.trainer.callbacks.summary import ModelSummary
 
 if TYPE_CHECKING:
     from torchhal.trainer.callbacks.accumulation_scheduler import GradientAccumulationScheduler
+    from torchhal.trainer.callbacks.device_stats import DeviceStats
     from torchhal.trainer.callbacks.lambda_callback import LambdaCallback
     from torchhal.trainer.callbacks.prediction_writer import PredictionWriter
     from torchhal.trainer.callbacks.timer import Timer
 
 __all__ = [
     "Callback",
+    "DeviceStats",
     "EarlyStopping",
     "GradientAccumulationScheduler",
     "LambdaCallback",
@@ -35,6 +37,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "DeviceStats": "device_stats",
         "GradientAccumulationScheduler": "accumulation_scheduler",
         "LambdaCallback": "lambda_callback",
         "PredictionWriter": "prediction_writer",
