@@ -15,11 +15,15 @@ from torchhal.trainer.callbacks.summary import ModelSummary
 if TYPE_CHECKING:
     from torchhal.trainer.callbacks.accumulation_scheduler import GradientAccumulationScheduler
     from torchhal.trainer.callbacks.device_stats import DeviceStats
+    from torchhal.trainer.callbacks.exception_checkpoint import OnExceptionCheckpoint
+    from torchhal.trainer.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
     from torchhal.trainer.callbacks.lambda_callback import LambdaCallback
     from torchhal.trainer.callbacks.prediction_writer import PredictionWriter
     from torchhal.trainer.callbacks.timer import Timer
 
 __all__ = [
+    "BackboneFinetuning",
+    "BaseFinetuning",
     "Callback",
     "DeviceStats",
     "EarlyStopping",
@@ -28,6 +32,7 @@ __all__ = [
     "LearningRateMonitor",
     "ModelCheckpoint",
     "ModelSummary",
+    "OnExceptionCheckpoint",
     "PredictionWriter",
     "ProgressBar",
     "Timer",
@@ -37,9 +42,12 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "BackboneFinetuning": "finetuning",
+        "BaseFinetuning": "finetuning",
         "DeviceStats": "device_stats",
         "GradientAccumulationScheduler": "accumulation_scheduler",
         "LambdaCallback": "lambda_callback",
+        "OnExceptionCheckpoint": "exception_checkpoint",
         "PredictionWriter": "prediction_writer",
         "Timer": "timer",
     },
