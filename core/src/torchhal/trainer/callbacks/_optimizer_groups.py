@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 _OWNED = frozenset({"owns_step", "owns_backward", "owns_accumulation", "owns_optimizer_state", "owns_schedulers"})
 
+_LISTS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs")
+"""Attributes of torch's schedulers with a value for each group."""
+
 
 def refuse_owned_optimizers(trainer: Trainer, callback: Any) -> None:
     """Raise ConfigurationError under a strategy whose engine has optimizers or schedulers of its own."""
@@ -26,26 +29,26 @@ def refuse_owned_optimizers(trainer: Trainer, callback: Any) -> None:
 
 
 def extend_schedulers(trainer: Trainer, optimizer: Optimizer) -> None:
-    """Let the schedulers of ``optimizer`` have as many base rates as it has groups.
+    """Let the schedulers of ``optimizer`` have as many rates as it has groups.
 
     Raises:
         ConfigurationError: a scheduler keeps values in each group that an added one lacks.
     """
-    first, *others = optimizer.param_groups
+    groups = optimizer.param_groups
     for config in trainer.lr_scheduler_configs:
         for scheduler in _nested(config.scheduler):
-            if getattr(scheduler, "optimizer", None) is not optimizer or not hasattr(scheduler, "base_lrs"):
+            lists = {name: values for name in _LISTS if isinstance(values := getattr(scheduler, name, None), list)}
+            if getattr(scheduler, "optimizer", None) is not optimizer or not lists:
                 continue
-            for group in others[len(scheduler.base_lrs) - 1 :]:
-                if missing := sorted(set(first) - set(group) - {"initial_lr"}):
+            for group in groups[min(map(len, lists.values())) :]:
+                if missing := sorted(set(groups[0]) - set(group) - {"initial_lr"}):
                     raise ConfigurationError(
                         f"{type(scheduler).__name__} can't take another parameter group while training: it keeps "
                         f"{', '.join(map(repr, missing))} in each. Use another scheduler, such as LambdaLR"
                     )
-                scheduler.base_lrs.append(group.setdefault("initial_lr", group["lr"]))
-                for name in ("lr_lambdas", "min_lrs"):
-                    if isinstance(values := getattr(scheduler, name, None), list):
-                        values.append(values[-1])
+                rates = {"base_lrs": group.setdefault("initial_lr", group["lr"]), "_last_lr": group["lr"]}
+                for name, values in lists.items():
+                    values.append(rates.get(name, values[-1]))
 
 
 def _nested(scheduler: Any) -> Iterator[Any]:
