@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from torchhal.trainer.callbacks.lambda_callback import LambdaCallback
     from torchhal.trainer.callbacks.prediction_writer import PredictionWriter
     from torchhal.trainer.callbacks.timer import Timer
+    from torchhal.trainer.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 
 __all__ = [
     "BackboneFinetuning",
     "BaseFinetuning",
     "Callback",
     "DeviceStats",
+    "EMAWeightAveraging",
     "EarlyStopping",
     "GradientAccumulationScheduler",
     "LambdaCallback",
@@ -36,6 +38,7 @@ __all__ = [
     "PredictionWriter",
     "ProgressBar",
     "Timer",
+    "WeightAveraging",
 ]
 
 # Those that the Trainer itself never makes.
@@ -45,10 +48,12 @@ __getattr__, __dir__ = lazy_names(
         "BackboneFinetuning": "finetuning",
         "BaseFinetuning": "finetuning",
         "DeviceStats": "device_stats",
+        "EMAWeightAveraging": "weight_averaging",
         "GradientAccumulationScheduler": "accumulation_scheduler",
         "LambdaCallback": "lambda_callback",
         "OnExceptionCheckpoint": "exception_checkpoint",
         "PredictionWriter": "prediction_writer",
         "Timer": "timer",
+        "WeightAveraging": "weight_averaging",
     },
 )

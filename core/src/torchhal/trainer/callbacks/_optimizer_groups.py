@@ -12,20 +12,8 @@ from torchhal.errors import ConfigurationError
 if TYPE_CHECKING:
     from torchhal import Trainer
 
-_OWNED = frozenset({"owns_step", "owns_backward", "owns_accumulation", "owns_optimizer_state", "owns_schedulers"})
-
 _LISTS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs")
 """Attributes of torch's schedulers with a value for each group."""
-
-
-def refuse_owned_optimizers(trainer: Trainer, callback: Any) -> None:
-    """Raise ConfigurationError under a strategy whose engine has optimizers or schedulers of its own."""
-    strategy = trainer.strategy
-    if _OWNED & set(strategy.features):
-        raise ConfigurationError(
-            f"{type(callback).__name__} can't be used with strategy {strategy.display_name!r}, whose engine sets up "
-            "optimizers and schedulers once for a fit: use another strategy, or leave the callback out"
-        )
 
 
 def extend_schedulers(trainer: Trainer, optimizer: Optimizer) -> None:

@@ -6,14 +6,14 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from torchhal._arguments import check_path
-from torchhal._overrides import overrides
 from torchhal.checkpoint.base import DEFAULT_EXTENSION
 from torchhal.errors import ConfigurationError, RankFailedError
-from torchhal.strategies import ParallelStrategy, Strategy
+from torchhal.strategies import Strategy
 from torchhal.trainer._checkpointing import dump_checkpoint
 from torchhal.trainer._unknown_arguments import explain_unknown_arguments
 from torchhal.trainer.callbacks._checkpoint_files import check_writable, join, normal_folder
 from torchhal.trainer.callbacks._rank_agreement import decide_on_rank_zero
+from torchhal.trainer.callbacks._whole_state import gathers_state
 from torchhal.trainer.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -100,11 +100,7 @@ def _is_saved(trainer: Trainer, exception: BaseException) -> bool:
 
 def _needs_others(strategy: Strategy) -> str:
     """Return why a rank can't save the whole run by itself; "" if it can."""
-    # ParallelStrategy's own only replaces the buffers by rank 0's.
-    gathers = overrides(strategy, Strategy, "module_state_dict") and overrides(
-        strategy, ParallelStrategy, "module_state_dict"
-    )
-    if gathers or any(overrides(strategy, Strategy, name) for name in ("optimizer_state", "scheduler_state")):
+    if gathers_state(strategy):
         return f"strategy {strategy.display_name!r} divides the state among the ranks"
     if "sharded" in strategy.checkpoint_io.features:
         return f"checkpoint IO {strategy.checkpoint_io.alias!r} writes a part on each rank"

@@ -11,10 +11,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from torchhal._arguments import check_bool, check_count
-from torchhal.errors import CheckpointMismatchError, ConfigurationError, ModelError
+from torchhal.errors import CheckpointMismatchError, ModelError
 from torchhal.trainer._unknown_arguments import explain_unknown_arguments
+from torchhal.trainer.callbacks._engines import OPTIMIZERS, refuse_engines
 from torchhal.trainer.callbacks._monitor import check_number
-from torchhal.trainer.callbacks._optimizer_groups import extend_schedulers, refuse_owned_optimizers
+from torchhal.trainer.callbacks._optimizer_groups import extend_schedulers
 from torchhal.trainer.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ class BaseFinetuning(Callback):
 
     def setup(self, trainer: Trainer, module: Any, stage: str) -> None:
         if stage == "fit":
-            refuse_owned_optimizers(trainer, self)
+            refuse_engines(trainer, self, OPTIMIZERS, "sets up optimizers and schedulers once for a fit")
             self.freeze_before_training(module)
 
     def on_train_epoch_start(self, trainer: Trainer, module: Any) -> None:
