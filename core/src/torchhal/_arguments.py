@@ -101,7 +101,7 @@ def check_clip_algorithm(name: str, value: Any) -> str:
     return str(value)
 
 
-def check_max_time(value: Any) -> timedelta | None:
+def check_duration(name: str, value: Any) -> timedelta | None:
     """Return a timedelta for a timedelta, its keywords as a dict, or "DD:HH:MM:SS"."""
     if value is None:
         return None
@@ -120,7 +120,7 @@ def check_max_time(value: Any) -> timedelta | None:
             result = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
     if result is None or result <= timedelta(0):
         raise ConfigurationError(
-            f"'max_time' must be a positive timedelta, its keywords as a dict, or 'DD:HH:MM:SS' (got {value!r})"
+            f"'{name}' must be a positive timedelta, its keywords as a dict, or 'DD:HH:MM:SS' (got {value!r})"
         )
     return result
 

@@ -44,10 +44,40 @@ def load_callback_states(callbacks: Sequence[Any], states: Mapping[str, Any], pa
         except Exception as error:
             if path is None:
                 raise
-            raise CheckpointMismatchError(
-                f"{path!r} can't be continued from: {type(callback).__name__} refuses its state, the field "
-                f"{f'callbacks/{key}'!r} ({type(error).__name__}: {error})"
-            ) from error
+            raise _refused(callback, key, path, error) from error
+
+
+def restore_optimizers(
+    callbacks: Sequence[Any], states: Mapping[str, Any], trainer: Any, module: Any, path: str | None
+) -> None:
+    """Let each callback change the optimizers of a fit as it had while training, before their states are loaded.
+
+    Args:
+        callbacks: those of the Trainer.
+        states: what :func:`callback_states` gave for the checkpoint that the fit continues from; {} without one.
+        trainer: the Trainer that runs.
+        module: the user's model.
+        path: the checkpoint, for messages.
+
+    Raises:
+        CheckpointMismatchError: a callback rejects its state.
+    """
+    for callback, key in zip(callbacks, _keys(callbacks), strict=True):
+        if not isinstance(callback, Callback):
+            continue
+        try:
+            callback._restore_optimizers(trainer, module, states.get(key))
+        except Exception as error:
+            if key not in states:
+                raise
+            raise _refused(callback, key, path, error) from error
+
+
+def _refused(callback: Any, key: str, path: str | None, error: Exception) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"{path!r} can't be continued from: {type(callback).__name__} refuses its state, the field "
+        f"{f'callbacks/{key}'!r} ({type(error).__name__}: {error})"
+    )
 
 
 def begin_anew(callbacks: Sequence[Any], trainer_id: str) -> Callable[[], None]:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torchhal.trainer.run import Run
 
 
-def dump_checkpoint(run: Run, *, weights_only: bool = False) -> dict[str, Any]:
+def dump_checkpoint(run: Run, *, weights_only: bool = False, alone: bool = False) -> dict[str, Any]:
     """Return the state between two batches.
 
     Called on every rank, since gathering it communicates; rank 0's is written.
@@ -47,6 +47,8 @@ def dump_checkpoint(run: Run, *, weights_only: bool = False) -> dict[str, Any]:
     Args:
         run: a run whose model is set up.
         weights_only: only the weights and the counters, nothing to resume from.
+        alone: called on this rank only, under a strategy whose ranks each have the whole state. Without communication,
+            so without what other ranks have of their own: their random numbers, half-finished averages and gradients.
     """
     from torchhal import __version__
 
@@ -56,7 +58,7 @@ def dump_checkpoint(run: Run, *, weights_only: bool = False) -> dict[str, Any]:
         "torchhal_format": FORMAT,
         "epoch": run.current_epoch,
         "global_step": run.global_step,
-        "state_dict": strategy.module_state_dict(),
+        "state_dict": strategy.module.state_dict() if alone and strategy.module else strategy.module_state_dict(),
     }
     for owner in (module, run.datamodule):
         if isinstance(getattr(owner, "hparams", None), Mapping) and owner.hparams:
@@ -72,20 +74,18 @@ def dump_checkpoint(run: Run, *, weights_only: bool = False) -> dict[str, Any]:
         checkpoint["strategy"] = strategy.state_dict()
         checkpoint["callbacks"] = callback_states(run.callbacks)
         fit = run.progress
-        checkpoint["loops"] = {"fit": fit.state_dict(), "results": run.results.state_dict()}
-        own = rank_states.rank_states(strategy)
+        checkpoint["loops"] = {"fit": fit.state_dict(), "results": run.results.state_dict(alone=alone)}
         entry = {
             "rng": rng.collect(strategy.accelerator, strategy.root_device),
             "data": fit.data.position() if fit.data is not None else None,
             "share": list(resume.data_parallel_rank(run)),
             "batch_size": resume.batch_size(fit),
         }
-        entries = strategy.all_gather_object((entry, list(own)))
-        checkpoint["ranks"] = [entry for entry, _ in entries]
-        if any(kinds for _, kinds in entries):
-            kinds = [kinds for _, kinds in entries]
-            checkpoint[STATES_KEY] = rank_states.gather_rank_states(strategy, own, kinds, checkpoint["ranks"])
-        if fit.has_gradients:
+        if alone:
+            checkpoint["ranks"] = resume.entries_of_replicas(run, entry)
+        else:
+            _gather_ranks(run, entry, checkpoint)
+        if fit.has_gradients and not alone:
             checkpoint["gradients"] = strategy.accumulated_gradients()
         datamodule = run.datamodule
         if datamodule is not None and hasattr(datamodule, "state_dict"):
@@ -98,9 +98,20 @@ def dump_checkpoint(run: Run, *, weights_only: bool = False) -> dict[str, Any]:
     if implements(module, "on_save_checkpoint"):
         module.on_save_checkpoint(checkpoint)
     sharded = "sharded" in strategy.checkpoint_io.features
-    if not weights_only and (sharded or run.is_global_zero):
+    if not weights_only and (sharded or alone or run.is_global_zero):
         checkpoint[checkpoint_digests.KEY] = checkpoint_digests.digests(checkpoint, sharded=sharded)
     return checkpoint
+
+
+def _gather_ranks(run: Run, entry: dict[str, Any], checkpoint: dict[str, Any]) -> None:
+    """Put the ``entry`` and the state of its own that each rank has into the checkpoint."""
+    strategy = run.strategy
+    own = rank_states.rank_states(strategy)
+    entries = strategy.all_gather_object((entry, list(own)))
+    checkpoint["ranks"] = [entry for entry, _ in entries]
+    if any(kinds for _, kinds in entries):
+        kinds = [kinds for _, kinds in entries]
+        checkpoint[STATES_KEY] = rank_states.gather_rank_states(strategy, own, kinds, checkpoint["ranks"])
 
 
 def _dump_hparams(run: Run, owner: Any, checkpoint: dict[str, Any]) -> None:
@@ -146,6 +157,11 @@ def read_checkpoint(run: Run, path: str) -> dict[str, Any]:
             run.adapters.bind_callback(callback, "on_load_checkpoint")(run.trainer, module, checkpoint)
     if implements(module, "on_load_checkpoint"):
         module.on_load_checkpoint(checkpoint)
+    if training and "current_model_state" in checkpoint:
+        run.warn_once(
+            f"{path!r} holds an average of the weights, and beside it those of training, which only a WeightAveraging "
+            "callback continues from: without one the fit goes on with the average"
+        )
     check_weights(checkpoint, path)
     if training:
         check_training_state(checkpoint, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +19,7 @@ from torchhal.trainer._hooks import Hooks
 from torchhal.trainer._run_data import load_training_data
 from torchhal.trainer._settings import RunSettings, Setting
 from torchhal.trainer._state import TrainerState
-from torchhal.trainer.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
+from torchhal.trainer.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint, ProgressBar
 from torchhal.trainer.data._loaders import find_loaders
 from torchhal.trainer.logging._logged_metrics import Results
 from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
@@ -315,12 +316,22 @@ class TrainerProperties:
         length = data.whole_length
         if length is None:
             return self.max_steps if self.max_steps != -1 else math.inf
-        per_batch = self.strategy.steps_per_batch
-        per_epoch = -(-length // self.accumulate_grad_batches) if per_batch is None else length * per_batch
-        if self.max_epochs in (None, -1):
+        if self.max_epochs is None or self.max_epochs == -1:
             return self.max_steps if self.max_steps != -1 else math.inf
-        total = per_epoch * (self.max_epochs or 0)
+        per_batch, schedule = self.strategy.steps_per_batch, self._accumulation_schedule()
+        if per_batch is not None:
+            total = length * per_batch * self.max_epochs
+        elif schedule is None:
+            total = -(-length // self.accumulate_grad_batches) * self.max_epochs
+        else:
+            total = sum(-(-length // schedule(epoch)) for epoch in range(self.max_epochs))
         return total if self.max_steps == -1 else min(total, self.max_steps)
+
+    def _accumulation_schedule(self) -> Callable[[int], int] | None:
+        """Return the batches per optimizer step by epoch, where a callback sets them."""
+        schedules = (each for each in self.callbacks if isinstance(each, GradientAccumulationScheduler))
+        schedule = next(schedules, None)
+        return None if schedule is None else schedule.get_accumulate_grad_batches
 
     # -- metrics, loggers, callbacks -------------------------------------------------------------------------
 

@@ -223,5 +223,22 @@ def _generators(ranks: list[dict[str, Any]], rank: int) -> dict[str, Any]:
         rng.restore_host(callers)
 
 
+def entries_of_replicas(run: Run, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return an entry for each rank of a checkpoint, made from this rank's ``entry`` where the others can't be asked.
+
+    Each replica gets its own share of the same data, and random numbers derived from this rank's.
+    """
+    own, count = run.strategy.global_rank, run.world_size
+    replicas, _ = data_parallel_rank(run)
+    position = entry["data"]
+    entries = []
+    for rank in range(count):
+        # The state of a loader with a state of its own is this rank's.
+        data = position if rank == own or position is None or "loader" not in position else None
+        share = [replicas, rank] if replicas == count else list(entry["share"])
+        entries.append({**entry, "data": data, "share": share, "rng": _generators([dict(entry)], (rank - own) % count)})
+    return entries
+
+
 def _world(replicas: int, processes: int) -> str:
     return f"{replicas} replica(s) of the model on {processes} process(es)"

@@ -19,7 +19,7 @@ from torchhal.trainer import _checkpointing as checkpointing
 from torchhal.trainer import _rank_consistency as rank_consistency
 from torchhal.trainer import _resume as resume
 from torchhal.trainer import _status_lines as status_lines
-from torchhal.trainer._callback_states import begin_anew
+from torchhal.trainer._callback_states import begin_anew, restore_optimizers
 from torchhal.trainer._connectors import make_callbacks
 from torchhal.trainer._hook_names import check_hook_names
 from torchhal.trainer._run_data import load_training_data, load_validation_data
@@ -253,6 +253,9 @@ def set_up(run: Run, loop: FitLoop, fn: str, ckpt_path: Any, on_refusal: ExitSta
     strategy.prepare(run.trainer)
     run.results.find_leader()
     run.follow_module()
+    if fn == "fit":
+        saved = {} if checkpoint is None else checkpoint["callbacks"]
+        restore_optimizers(run.callbacks, saved, run.trainer, run.module, run.ckpt_path)
     states: Mapping[str, Mapping[str, Any]] = {}
     if checkpoint is not None:
         if fn == "fit":
@@ -343,7 +346,8 @@ def evaluate(run: Run, loop: EvaluationLoop, fn: str) -> Any:
         if not as_loaders(given):
             raise ModelError(f"{fn} needs data: its loader is {given!r}")
         name = "limit_val_batches" if fn == "validate" else f"limit_{fn}_batches"
-        data = EvaluationData.build(given, run, getattr(run, name), name, "dataloaders")
+        with_indices = fn == "predict" and loop.records_batch_indices
+        data = EvaluationData.build(given, run, getattr(run, name), name, "dataloaders", with_indices=with_indices)
         run.sources.evaluation_data = data
     outputs, cut = loop.evaluate(fn, data)
     if cut:

@@ -181,7 +181,7 @@ class RunSettings:
     min_epochs = Setting[int | None](_OPTIONAL, fits=_in_order)
     max_steps = Setting[int](partial(arguments.check_count, minimum=0, unlimited=True), fits=_in_order)
     min_steps = Setting[int | None](_OPTIONAL, fits=_in_order)
-    max_time = Setting[timedelta | None](lambda name, value: arguments.check_max_time(value))
+    max_time = Setting[timedelta | None](arguments.check_duration)
     limit_train_batches = Setting[int | float](arguments.check_limit, running=_refuse_in("fit"))
     limit_val_batches = Setting[int | float](arguments.check_limit, running=_refuse_in("fit", "validate"))
     limit_test_batches = Setting[int | float](arguments.check_limit, running=_refuse_in("test"))

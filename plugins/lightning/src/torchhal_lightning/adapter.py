@@ -9,6 +9,7 @@ import torch
 
 import torchhal
 from torchhal.trainer.adapters import ModelAdapter, Request, Run, declares_hooks, implements
+from torchhal.trainer.callbacks import PredictionWriter
 from torchhal_lightning import _trees as trees
 from torchhal_lightning._combined_loaders import begin_once, combined
 from torchhal_lightning._dataloader_iter import draws_batches, fed
@@ -185,7 +186,7 @@ class LightningAdapter(ModelAdapter):
             return self._unless_failed(body)  # which would remove what it has saved
         if name == "on_train_batch_end":
             body = self._with_outputs_of_lightning(body, 2)
-        elif name == "on_predict_batch_end" and isinstance(callback, trees.classes("callbacks.BasePredictionWriter")):
+        elif name == "on_predict_batch_end" and _reads_the_loop(callback):
             interval: Any = vars(callback)["interval"]
             body = self._noting_predictions(body, keep=interval.on_epoch)
         return self._timed(body, callback, name)
@@ -266,6 +267,12 @@ class LightningAdapter(ModelAdapter):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[VERSION] = trees.first(trees.root_of(self.run.module)).__version__
+
+
+def _reads_the_loop(callback: Any) -> bool:
+    """Whether it is a prediction writer of Lightning's own, not of torchhal's that passes for one."""
+    writers = trees.classes("callbacks.BasePredictionWriter")
+    return isinstance(callback, writers) and not isinstance(callback, PredictionWriter)
 
 
 def _nothing() -> None: ...

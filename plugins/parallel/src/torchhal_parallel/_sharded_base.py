@@ -40,7 +40,7 @@ from torchhal_parallel._sharded_state import (
 from torchhal_parallel._sharding_errors import explain_sharded
 from torchhal_parallel._step_runner import StepRunner
 
-_PLACED = ("state_dict", "optimizer_states", "gradients")
+_PLACED = ("state_dict", "current_model_state", "optimizer_states", "gradients")
 """The parts of a checkpoint whose tensors this strategy's own methods load, each rank its own share."""
 
 

@@ -22,10 +22,15 @@ def join(folder: str, name: str) -> str:
     return f"{folder}/{name}" if is_url(folder) else os.path.join(folder, name)
 
 
-def check_writable(folder: str, storage_options: Mapping[str, Any]) -> None:
+def check_writable(folder: str, storage_options: Mapping[str, Any], owner: str = "ModelCheckpoint") -> None:
     """Raise CheckpointError if this process may not write to ``folder``, which need not exist yet.
 
     For a URL this only checks that there is a file system for it, without a request to it.
+
+    Args:
+        folder: where a callback is to save.
+        storage_options: those of the checkpoint IO.
+        owner: the callback's class, for the message.
     """
     if is_url(folder):
         location_of(join(folder, "x"), storage_options)
@@ -36,9 +41,10 @@ def check_writable(folder: str, storage_options: Mapping[str, Any]) -> None:
     if os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK):
         return
     why = "may not be written to, or lies on a read-only disk" if os.path.isdir(existing) else "is no folder"
+    others = ' or Trainer(default_root_dir=...) another folder, or save nothing, with enable_checkpointing=False'
     raise CheckpointError(
-        f"ModelCheckpoint is to save in {folder!r}, but {existing!r} {why}: give ModelCheckpoint(dirpath=...) or "
-        "Trainer(default_root_dir=...) another folder, or save nothing, with enable_checkpointing=False"
+        f"{owner} is to save in {folder!r}, but {existing!r} {why}: give {owner}(dirpath=...)"
+        f"{others if owner == 'ModelCheckpoint' else ' another folder'}"
     )
 
 

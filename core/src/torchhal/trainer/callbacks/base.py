@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchhal._overrides import declares_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     import torch
     from torch.optim import Optimizer
@@ -298,6 +298,18 @@ class Callback:
 
     def _reset_state(self) -> None:
         """Reset what belongs to one run. Called before a fit, if the previous one was another Trainer's."""
+
+    def _restore_optimizers(self, trainer: Trainer, module: Any, state: Mapping[str, Any] | None) -> None:
+        """Give the optimizers and schedulers of this fit the groups, or the classes, that they had got while training.
+
+        Called on every rank at the beginning of each fit: the strategy has made them, and nothing of a checkpoint is
+        loaded into them, nor this callback's state.
+
+        Args:
+            trainer: the Trainer that runs.
+            module: the user's model.
+            state: what :meth:`state_dict` returned for the checkpoint that is continued; None without one.
+        """
 
     def _generate_state_key(self, **settings: Any) -> str:
         """Return a state key that distinguishes callbacks of one class with different ``settings``."""

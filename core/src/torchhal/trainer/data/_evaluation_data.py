@@ -7,6 +7,7 @@ from typing import Any
 
 from torchhal.errors import ModelError
 from torchhal.trainer.data._accelerator_loader import accelerator_loader, close_accelerator_loader
+from torchhal.trainer.data._batch_indices import recording
 from torchhal.trainer.data._context import DataContext
 from torchhal.trainer.data._iterators import close_loader
 from torchhal.trainer.data._loaders import as_loaders, check_loader, is_sized, limit_length, loader_length, no_batch
@@ -32,9 +33,27 @@ class EvaluationData:
 
     @classmethod
     def build(
-        cls, given: Any, run: DataContext, limit: int | float, limit_name: str, what: str, *, as_trained: bool = False
+        cls,
+        given: Any,
+        run: DataContext,
+        limit: int | float,
+        limit_name: str,
+        what: str,
+        *,
+        as_trained: bool = False,
+        with_indices: bool = False,
     ) -> EvaluationData:
-        """``as_trained``: each rank has the share of the batches that it trains on."""
+        """Make the loaders of this rank, on every rank.
+
+        Args:
+            given: the loaders of all ranks.
+            run: whose data they are.
+            limit: how many batches of each are used.
+            limit_name: the argument that ``limit`` comes from, for messages.
+            what: the argument that ``given`` comes from, for messages.
+            as_trained: each rank has the share of the batches that it trains on.
+            with_indices: record which samples each batch holds.
+        """
         loaders = as_loaders(given)
         for loader in loaders:
             check_loader(loader, what)
@@ -42,6 +61,8 @@ class EvaluationData:
                 raise no_batch(f"a loader of {what!r}" if len(loaders) > 1 else f"the loader of {what!r}", loader)
             limit_length(loader_length(loader), limit, limit_name)  # of the whole, so that all ranks raise or none
         prepared = [prepare_loader(loader, run, training=as_trained) for loader in loaders]
+        if with_indices:
+            prepared = [recording(loader) for loader in prepared]
         lengths = [limit_length(loader_length(loader), limit, limit_name, part=True) for loader in prepared]
         exact = [length if is_sized(loader) else None for length, loader in zip(lengths, prepared, strict=True)]
         told = run.strategy.all_gather_object((lengths, exact))

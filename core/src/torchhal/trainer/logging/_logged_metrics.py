@@ -382,15 +382,24 @@ class Results:
 
     # -- resume in the middle of an epoch ----------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what all ranks accumulated and did not finalize, as plain data. Every rank must call."""
-        self.share_steps()
+    def state_dict(self, *, alone: bool = False) -> dict[str, Any]:
+        """Return what all ranks accumulated and did not finalize, as plain data. Every rank must call.
+
+        Args:
+            alone: only this rank calls; what the others accumulated is left out.
+        """
+        if not alone:
+            self.share_steps()
         stages = self._restored.by_stage()
         for stage in ("train", "validate", "test"):
             dirty = [pack(accumulator, keep=True) for accumulator in self._of(stage) if accumulator.dirty]
             if dirty:
                 stages.setdefault(stage, []).extend(dirty)
-        ranks = self.strategy.all_gather_object(stages) if self.strategy.world_size > 1 else [stages]
+        if alone:
+            own = self.strategy.global_rank
+            ranks = [stages if rank == own else {} for rank in range(self.strategy.world_size)]
+        else:
+            ranks = self.strategy.all_gather_object(stages) if self.strategy.world_size > 1 else [stages]
         return {
             "ranks": ranks,
             "leaders": self.leaders or [True] * len(ranks),

@@ -15,6 +15,7 @@ from torchhal.trainer._call_signatures import adapt_step
 from torchhal.trainer._run_data import reach_end_of_sampler
 from torchhal.trainer._run_part import RunPart
 from torchhal.trainer.data._accelerator_loader import start_accelerator_iterator
+from torchhal.trainer.data._batch_indices import recorder_of
 from torchhal.trainer.data._batch_transfer import batch_transfer
 from torchhal.trainer.data._evaluation_data import EvaluationData
 from torchhal.trainer.data._iterators import close_iterator
@@ -62,6 +63,10 @@ class EvaluationLoop(RunPart[Run]):
         super().__init__(run)
         self.batch_idx = 0
         self.dataloader_idx = 0
+        self.records_batch_indices = False
+        """Whether predictions record the samples of each batch; a callback that needs them sets it in ``setup``."""
+        self.batch_indices: list[int] | None = None
+        """The samples of the present batch, as indices of the dataset; None where they are not recorded."""
 
     def evaluate(self, stage: str, data: EvaluationData) -> tuple[list[list[Any]], bool]:
         """Evaluate on ``data``.
@@ -128,6 +133,8 @@ class EvaluationLoop(RunPart[Run]):
             size = loader_length(loader)
             stop = last_batch(loader, length)
             common = data.common[index]
+            recorder = recorder_of(loader)
+            self.batch_indices = None
             iterator = start_accelerator_iterator(loader, data.iterated[index]) if length != 0 else iter(())
             batch_idx, cut = -1, False
             try:
@@ -138,6 +145,8 @@ class EvaluationLoop(RunPart[Run]):
                         break
                     batch_idx += 1
                     self.batch_idx = batch_idx
+                    if recorder is not None:
+                        self.batch_indices = recorder.take()
                     if transfer is not None:
                         batch = transfer(batch, index)
                     start_batch(batch, loader_idx)

@@ -6,6 +6,7 @@ import time
 
 from torchhal.trainer._progress import FitProgress
 from torchhal.trainer._run_part import RunPart
+from torchhal.trainer.callbacks import Callback
 from torchhal.trainer.loops._control_flow import StopOnSignal
 from torchhal.trainer.run import Run
 
@@ -99,6 +100,10 @@ class StopConditions(RunPart[Run]):
         if self.progress.out_of_time:
             return f"max_time is used up ({run.max_time})"
         if run.should_stop:
-            reasons = [callback.stop_reason for callback in run.early_stopping_callbacks if callback.stop_reason]
-            return f"EarlyStopping: {reasons[0]}" if reasons else "trainer.should_stop is set"
+            reasons = [
+                f"{type(callback).__name__}: {callback.stop_reason}"
+                for callback in run.callbacks
+                if isinstance(callback, Callback) and getattr(callback, "stop_reason", "")
+            ]
+            return reasons[0] if reasons else "trainer.should_stop is set"
         return f"max_epochs={run.max_epochs} is reached after {self.progress.epoch} epoch(s)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 import torchhal
@@ -165,6 +166,62 @@ class BatchSizeFinder(Callback):
 
     def on_predict_start(self, trainer: Any, module: Any) -> None:
         self.scale_batch_size(trainer, module)
+
+
+class LambdaCallback(callbacks.LambdaCallback, Callback):
+    """Calls functions; see :class:`torchhal.trainer.callbacks.LambdaCallback`."""
+
+
+class Interval(str, Enum):
+    """When a Timer looks at the clock."""
+
+    step = "step"
+    epoch = "epoch"
+
+
+class Timer(callbacks.Timer, Callback):
+    """Measures time and ends training; see :class:`torchhal.trainer.callbacks.Timer`."""
+
+    def __init__(self, duration: Any = None, interval: str = "step", verbose: bool = True) -> None:
+        super().__init__(duration, str(getattr(interval, "value", interval)), verbose)
+
+
+class GradientAccumulationScheduler(callbacks.GradientAccumulationScheduler, Callback):
+    """Changes the batches per step; see :class:`torchhal.trainer.callbacks.GradientAccumulationScheduler`."""
+
+
+class DeviceStatsMonitor(callbacks.DeviceStats, Callback):
+    """Logs what devices measure; see :class:`torchhal.trainer.callbacks.DeviceStats`."""
+
+
+class OnExceptionCheckpoint(callbacks.OnExceptionCheckpoint, Checkpoint):
+    """Saves after an exception; see :class:`torchhal.trainer.callbacks.OnExceptionCheckpoint`."""
+
+
+class BasePredictionWriter(callbacks.PredictionWriter, Callback):
+    """Base class of what writes predictions; see :class:`torchhal.trainer.callbacks.PredictionWriter`."""
+
+    def on_predict_batch_end(self, trainer: Any, *args: Any) -> None:
+        super().on_predict_batch_end(trainer, *args)
+
+    def on_predict_epoch_end(self, trainer: Any, module: Any) -> None:
+        super().on_predict_epoch_end(trainer, module)
+
+
+class BaseFinetuning(callbacks.BaseFinetuning, Callback):
+    """Base class of freezing schedules; see :class:`torchhal.trainer.callbacks.BaseFinetuning`."""
+
+
+class BackboneFinetuning(callbacks.BackboneFinetuning, BaseFinetuning):
+    """Trains a backbone later; see :class:`torchhal.trainer.callbacks.BackboneFinetuning`."""
+
+
+class WeightAveraging(callbacks.WeightAveraging, Callback):
+    """Averages weights; see :class:`torchhal.trainer.callbacks.WeightAveraging`."""
+
+
+class EMAWeightAveraging(callbacks.EMAWeightAveraging, WeightAveraging):
+    """Averages weights with a decay; see :class:`torchhal.trainer.callbacks.EMAWeightAveraging`."""
 
 
 ModelPruning = missing("ModelPruning", "torch.nn.utils.prune needs no Trainer: call it in on_train_epoch_end.")
