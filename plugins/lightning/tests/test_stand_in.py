@@ -88,6 +88,88 @@ def test_data_modules_made_of_datasets():
     assert [len(each) for each in data.test_dataloader()] == [2, 2] and not hasattr(data, "predict_dataloader")
 
 
+# -- callbacks -------------------------------------------------------------------------------------------------
+
+CALLBACKS = {
+    "accumulation": lambda callbacks, folder: [callbacks.GradientAccumulationScheduler({0: 1, 1: 3})],
+    "averages": lambda callbacks, folder: [callbacks.EMAWeightAveraging(decay=0.5)],
+    "swa": lambda callbacks, folder: [callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1)],
+    "stops": lambda callbacks, folder: [callbacks.EarlyStopping("val_loss", min_delta=10.0, patience=1)],
+    "saves": lambda callbacks, folder: [
+        callbacks.ModelCheckpoint(folder, "{epoch}-{val_loss:.3f}", monitor="val_loss", save_top_k=2, save_last="link")
+    ],
+    "times": lambda callbacks, folder: [callbacks.Timer(interval="epoch")],
+}
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_callbacks_do_what_lightnings_do(theirs_pl, tmp_path, name):
+    models_of, files = {}, {}
+    for pl in (theirs_pl, mine_pl):
+        folder = tmp_path / pl.__name__
+        module = models_of[pl] = made(models(pl)["Plain"])
+        callbacks = CALLBACKS[name](pl.callbacks, folder)
+        fit(pl.Trainer, module, max_epochs=4, callbacks=callbacks, enable_checkpointing=name == "saves")
+        files[pl] = sorted(path.name for path in folder.glob("*.ckpt"))
+    same(models_of[mine_pl], models_of[theirs_pl])
+    assert files[mine_pl] == files[theirs_pl] and bool(files[mine_pl]) == (name == "saves")
+    for key, value in models_of[theirs_pl].state_dict().items():
+        assert torch.allclose(models_of[mine_pl].state_dict()[key], value), key
+
+
+def test_a_backbone_that_is_trained_later(theirs_pl):
+    def module(pl):
+        class Net(models(pl)["Plain"]):
+            def __init__(self):
+                super().__init__()
+                self.backbone, self.body = self.body[0], self.body[1:]
+
+            def loss(self, batch):
+                return torch.nn.functional.cross_entropy(self.body(self.backbone(batch[0])), batch[1])
+
+            def configure_optimizers(self):
+                return torch.optim.SGD(filter(lambda each: each.requires_grad, self.parameters()), lr=0.1)
+
+        return made(Net)
+
+    theirs, mine = module(theirs_pl), module(mine_pl)
+    for pl, net in ((theirs_pl, theirs), (mine_pl, mine)):
+        fit(pl.Trainer, net, max_epochs=4, callbacks=[pl.callbacks.BackboneFinetuning(1, lambda epoch: 1.5)])
+    same(mine, theirs)
+
+
+def test_predictions_that_are_written(theirs_pl):
+    found = {}
+    for pl in (theirs_pl, mine_pl):
+
+        class Writer(pl.callbacks.BasePredictionWriter):
+            def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+                notes.append((trainer.state.fn, batch_idx, dataloader_idx, list(batch_indices), prediction.shape))
+
+            def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+                notes.append((len(predictions), [[list(each) for each in loader] for loader in batch_indices]))
+
+        notes = found[pl] = []
+        module = made(models(pl)["Plain"])
+        module.forward = lambda batch, module=module: module.body(batch[0])
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=1, logger=False, callbacks=[Writer("batch_and_epoch")], enable_progress_bar=False
+        )
+        trainer.predict(module, DataLoader(dataset(16, 9), 4), return_predictions=False)
+    assert found[mine_pl] == found[theirs_pl] and len(found[mine_pl]) == 5
+
+
+def test_a_callback_of_ones_own_gets_the_trainer(tmp_path):
+    class Saver(mine_pl.callbacks.ModelCheckpoint):
+        def on_train_epoch_end(self, trainer, pl_module):
+            trainers.append(trainer)
+            super().on_train_epoch_end(trainer, pl_module)
+
+    trainers, saver = [], Saver(tmp_path, every_n_epochs=1)
+    trainer = fit(mine_pl.Trainer, made(models(mine_pl)["Plain"]), callbacks=[saver], enable_checkpointing=True)
+    assert trainers == [trainer] * 3 and Path(saver.best_model_path).exists()
+
+
 # -- checkpoints -----------------------------------------------------------------------------------------------
 
 

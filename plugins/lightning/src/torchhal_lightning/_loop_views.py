@@ -9,12 +9,17 @@ from torchhal.trainer.adapters import Run, implements
 
 
 class FitLoopView:
-    """``trainer.fit_loop``."""
+    """``trainer.fit_loop``; what isn't named here is torchhal's loop's own."""
 
     _run: Run
 
     def __init__(self, run: Run) -> None:
         object.__setattr__(self, "_run", run)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        return getattr(self._run.trainer.fit_loop, name)
 
     @property
     def max_epochs(self) -> int | None:

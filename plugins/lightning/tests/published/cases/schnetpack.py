@@ -1,14 +1,20 @@
 """SchNet of schnetpack: energies and forces of rattled water, in its AtomisticTask and from a database it writes."""
 
+import typing
+
 import noted
 import numpy as np
 import pytorch_lightning as pl
-import schnetpack as spk
-import schnetpack.transforms as trn
 import torch
+import torch.utils.data.dataloader
 import torchmetrics
 from ase import Atoms
-from schnetpack.data import ASEAtomsData, AtomsDataModule
+
+torch.utils.data.dataloader.T_co = typing.TypeVar("T_co", covariant=True)  # which the library imports from an older torch
+
+import schnetpack as spk  # noqa: E402
+import schnetpack.transforms as trn  # noqa: E402
+from schnetpack.data import ASEAtomsData, AtomsDataModule  # noqa: E402
 
 PACKAGES = ["schnetpack"]
 
