@@ -139,24 +139,26 @@ def test_a_backbone_that_is_trained_later(theirs_pl):
 
 
 def test_predictions_that_are_written(theirs_pl):
-    found = {}
-    for pl in (theirs_pl, mine_pl):
+    def write(pl):
+        notes = []
 
         class Writer(pl.callbacks.BasePredictionWriter):
-            def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
-                notes.append((trainer.state.fn, batch_idx, dataloader_idx, list(batch_indices), prediction.shape))
+            def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, batch, *numbers):
+                notes.append((trainer.state.fn, numbers, list(batch_indices), prediction.shape))
 
             def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
                 notes.append((len(predictions), [[list(each) for each in loader] for loader in batch_indices]))
 
-        notes = found[pl] = []
         module = made(models(pl)["Plain"])
-        module.forward = lambda batch, module=module: module.body(batch[0])
+        module.forward = lambda batch: module.body(batch[0])
         trainer = pl.Trainer(
             accelerator="cpu", devices=1, logger=False, callbacks=[Writer("batch_and_epoch")], enable_progress_bar=False
         )
         trainer.predict(module, DataLoader(dataset(16, 9), 4), return_predictions=False)
-    assert found[mine_pl] == found[theirs_pl] and len(found[mine_pl]) == 5
+        return notes
+
+    found = write(mine_pl)
+    assert found == write(theirs_pl) and len(found) == 5
 
 
 def test_a_callback_of_ones_own_gets_the_trainer(tmp_path):

@@ -10,7 +10,7 @@ import torch.utils.data.dataloader
 import torchmetrics
 from ase import Atoms
 
-torch.utils.data.dataloader.T_co = typing.TypeVar("T_co", covariant=True)  # which the library imports from an older torch
+torch.utils.data.dataloader.T_co = typing.TypeVar("T_co", covariant=True)  # which an older torch had there
 
 import schnetpack as spk  # noqa: E402
 import schnetpack.transforms as trn  # noqa: E402
