@@ -85,6 +85,7 @@ conformance: $(VENV)/dev.stamp $(XLA)/packages.stamp $(ENGINES:%=.venv-%/package
 bench: $(VENV)/dev.stamp $(ENGINES:%=.venv-%/packages.stamp)  ## ratios against raw PyTorch
 	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
 	for engine in $(ENGINES); do .venv-$$engine/bin/python benchmarks/engines.py || exit 1; done
+	.venv-lightning/bin/python benchmarks/lightning_step.py
 
 $(BIN)/python:
 	@echo "== a virtual environment in $(VENV) =="
