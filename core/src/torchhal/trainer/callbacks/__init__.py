@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torchhal.trainer.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
     from torchhal.trainer.callbacks.lambda_callback import LambdaCallback
     from torchhal.trainer.callbacks.prediction_writer import PredictionWriter
+    from torchhal.trainer.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
     from torchhal.trainer.callbacks.timer import Timer
     from torchhal.trainer.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 
@@ -37,6 +38,7 @@ __all__ = [
     "OnExceptionCheckpoint",
     "PredictionWriter",
     "ProgressBar",
+    "StochasticWeightAveraging",
     "Timer",
     "WeightAveraging",
     "summarize",
@@ -54,6 +56,7 @@ __getattr__, __dir__ = lazy_names(
         "LambdaCallback": "lambda_callback",
         "OnExceptionCheckpoint": "exception_checkpoint",
         "PredictionWriter": "prediction_writer",
+        "StochasticWeightAveraging": "stochastic_weight_averaging",
         "Timer": "timer",
         "WeightAveraging": "weight_averaging",
     },

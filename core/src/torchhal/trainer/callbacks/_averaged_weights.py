@@ -62,6 +62,12 @@ class AveragedWeights:
             mine.copy_(live)
             live.copy_(running)
 
+    @torch.no_grad()
+    def copy_parameters_to(self, module: nn.Module) -> None:
+        """Give ``module`` the averaged parameters; its buffers stay."""
+        for mine, live in zip(self._model.module.parameters(), _parameters(module), strict=True):
+            live.copy_(mine)
+
     def matches(self, module: nn.Module) -> bool:
         """Return whether ``module`` has weights of the same shapes, in the same order."""
         live = [*_parameters(module), *_buffers(module)]
@@ -74,6 +80,11 @@ class AveragedWeights:
             module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
         )
         return {name: held[id(tensor)] for name, tensor in named if id(tensor) in held}
+
+    def parameters_by_name(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the averaged parameters by the names that they have in ``module``, one for each."""
+        names = (name for name, parameter in module.named_parameters() if not parameter.is_meta)
+        return {name: each.detach() for name, each in zip(names, self._model.module.parameters(), strict=True)}
 
     def _tensors(self) -> Iterator[Tensor]:
         holder = self._model.module
