@@ -216,6 +216,10 @@ class BackboneFinetuning(callbacks.BackboneFinetuning, BaseFinetuning):
     """Trains a backbone later; see :class:`torchhal.trainer.callbacks.BackboneFinetuning`."""
 
 
+class StochasticWeightAveraging(callbacks.StochasticWeightAveraging, Callback):
+    """Averages weights towards the end; see :class:`torchhal.trainer.callbacks.StochasticWeightAveraging`."""
+
+
 class WeightAveraging(callbacks.WeightAveraging, Callback):
     """Averages weights; see :class:`torchhal.trainer.callbacks.WeightAveraging`."""
 
