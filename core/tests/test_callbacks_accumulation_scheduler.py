@@ -63,7 +63,7 @@ def test_equals_a_plain_loop():
     _, model = fit(GradientAccumulationScheduler({0: 1, 1: 3}), max_epochs=2)
     plain = Net()
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)
-    for epoch, factor in enumerate((1, 3)):
+    for factor in (1, 3):
         for index, batch in enumerate(loader()):
             if index % factor == 0:
                 optimizer.zero_grad()
@@ -123,7 +123,7 @@ def test_refuses_manual_optimization():
     class Manual(Net):
         automatic_optimization = False
 
-    with pytest.raises(ConfigurationError, match="needs automatic optimization: Manual.training_step"):
+    with pytest.raises(ConfigurationError, match=r"needs automatic optimization: Manual\.training_step"):
         fit(GradientAccumulationScheduler({1: 2}), model=Manual())
     fit(GradientAccumulationScheduler({1: 1}), model=Manual())
 

@@ -31,7 +31,7 @@ def test_calls_functions_with_the_hooks_arguments():
 
 
 def test_refuses_unknown_names():
-    with pytest.raises(UnknownArgumentError, match="did you mean 'on_train_epoch_end'?"):
+    with pytest.raises(UnknownArgumentError, match="did you mean 'on_train_epoch_end'"):
         LambdaCallback(on_train_epoch_ends=print)
 
 

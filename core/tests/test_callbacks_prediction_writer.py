@@ -99,7 +99,7 @@ def test_loaders_without_indices(loader):
 
 def test_predictions_are_returned_too():
     writer = Writer()
-    first, second, third = make(writer).predict(Echo(), DataLoader(NUMBERS, 2))
+    first, *_ = make(writer).predict(Echo(), DataLoader(NUMBERS, 2))
     assert first.tolist() == [0, 10] and len(writer.batches) == 3
 
 

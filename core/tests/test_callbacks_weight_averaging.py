@@ -78,7 +78,7 @@ def plain_loop(due, *, epochs=3, at_epoch=False, **options):
     optimizer = model.configure_optimizers_plainly()
     torch.manual_seed(5)
     step, averages, batches = 0, [], loader()
-    for epoch in range(epochs):
+    for _ in range(epochs):
         for batch in batches:
             optimizer.zero_grad()
             model.loss(batch).backward()
@@ -161,7 +161,12 @@ def test_should_update_may_be_overridden():
             return step_idx == 3 or epoch_idx == 1
 
     fit(Seldom(), max_epochs=2, validate=False)
-    assert Seldom.calls == [*((step, None) for step in range(4)), (None, 0), *((s, None) for s in range(4, 8)), (None, 1)]
+    assert Seldom.calls == [
+        *((step, None) for step in range(4)),
+        (None, 0),
+        *((s, None) for s in range(4, 8)),
+        (None, 1),
+    ]
 
 
 def test_evaluations_use_the_average():
@@ -235,7 +240,7 @@ def test_a_checkpoint_holds_the_average(tmp_path):
     callback = ModelCheckpoint(tmp_path, save_top_k=-1)
     trainer, model = fit(EMAWeightAveraging(decay=0.9), callback)
     averages, running = plain_loop(lambda step: True, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    for path, average in zip(sorted(tmp_path.glob('*.ckpt')), averages, strict=True):
+    for path, average in zip(sorted(tmp_path.glob("*.ckpt")), averages, strict=True):
         saved = torch.load(path, weights_only=True)
         assert same(saved["state_dict"], average)
     assert same(saved["current_model_state"], running)

@@ -140,7 +140,7 @@ def test_dir_lists_public_names() -> None:
         "import rlcompleter, torchhal; complete = rlcompleter.Completer({'torchhal': torchhal}).complete\n"
         "for _ in range(2):\n"
         "    print(*dir(torchhal))\n"
-        "    print(*[complete('torchhal.T', i) for i in range(2)])\n"
+        "    print(*[complete('torchhal.Tr', i) for i in range(2)])\n"
         "    torchhal.registry, torchhal.plugins"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

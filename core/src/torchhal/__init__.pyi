@@ -9,10 +9,21 @@ from torchhal.registry import plugins as plugins
 from torchhal.registry import register as register
 from torchhal.rng import seed_everything as seed_everything
 from torchhal.trainer import Trainer as Trainer
+from torchhal.trainer.callbacks import BackboneFinetuning as BackboneFinetuning
+from torchhal.trainer.callbacks import BaseFinetuning as BaseFinetuning
 from torchhal.trainer.callbacks import Callback as Callback
+from torchhal.trainer.callbacks import DeviceStats as DeviceStats
 from torchhal.trainer.callbacks import EarlyStopping as EarlyStopping
+from torchhal.trainer.callbacks import EMAWeightAveraging as EMAWeightAveraging
+from torchhal.trainer.callbacks import GradientAccumulationScheduler as GradientAccumulationScheduler
+from torchhal.trainer.callbacks import LambdaCallback as LambdaCallback
 from torchhal.trainer.callbacks import LearningRateMonitor as LearningRateMonitor
 from torchhal.trainer.callbacks import ModelCheckpoint as ModelCheckpoint
+from torchhal.trainer.callbacks import OnExceptionCheckpoint as OnExceptionCheckpoint
+from torchhal.trainer.callbacks import PredictionWriter as PredictionWriter
 from torchhal.trainer.callbacks import ProgressBar as ProgressBar
+from torchhal.trainer.callbacks import StochasticWeightAveraging as StochasticWeightAveraging
+from torchhal.trainer.callbacks import Timer as Timer
+from torchhal.trainer.callbacks import WeightAveraging as WeightAveraging
 
 __version__: str

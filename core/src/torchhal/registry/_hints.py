@@ -234,7 +234,8 @@ _ARGUMENTS: Final[Mapping[str, str]] = {
     "call torch.utils.checkpoint in the model's forward": "gradient_checkpointing activation_checkpointing",
     "log it in the model's on_before_optimizer_step": "track_grad_norm",
     "wrap the call in torch.profiler.profile()": "profiler profile",
-    "average the weights in a callback, with torch.optim.swa_utils": "stochastic_weight_avg swa ema",
+    "write Trainer(callbacks=[EMAWeightAveraging(...)])": "ema ema_decay",
+    "write Trainer(callbacks=[StochasticWeightAveraging(swa_lrs=...)])": "stochastic_weight_avg swa",
     "leave it out: prepare_data runs once on every node": "prepare_data_per_node",
     "give each argument by its name: torchhal has no object of training arguments": "args training_args config",
 }
@@ -286,6 +287,10 @@ NAMES: Final[Mapping[str, str]] = {
     "CSVLogger": "torchhal.trainer.loggers.CSVLogger",
     "TensorBoardLogger": "torchhal.trainer.loggers.TensorBoardLogger",
     "ModelSummary": "torchhal.trainer.callbacks.ModelSummary",
+    "BasePredictionWriter": "torchhal.PredictionWriter",
+    "DeviceStatsMonitor": "torchhal.DeviceStats",
+    "EMA": "torchhal.EMAWeightAveraging",
+    "SWA": "torchhal.StochasticWeightAveraging",
     "DDPStrategy": "torchhal.strategies.DDPStrategy",
 }
 """Top-level name of other libraries -> its equivalent here."""

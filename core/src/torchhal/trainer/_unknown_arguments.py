@@ -52,13 +52,16 @@ def refuse_unknown(label: str, arguments: Mapping[str, Any], names: Collection[s
 def _reason(label: str, name: str, value: Any, names: Collection[str]) -> str:
     said = f"{label} got an unexpected keyword argument {name!r}"
     owners = [owner for owner, taken in _CALLS.items() if name in taken]
+    near, advice = nearest(name, names), argument_advice(name, value)
     if not label.startswith("Trainer"):  # to a callback, the arguments of the Trainer's methods are of another kind
         owners = [owner for owner in owners if "." not in owner]
+        if near and not advice and "Trainer()" not in owners:  # nearer than an argument of another callback
+            owners = []
     reasons = [f"it is an argument of {' and '.join(owners)}"] if owners else []
-    if advice := argument_advice(name, value):
+    if advice:
         reasons.append(advice)
     if reasons:
         return f"{said}: {'; '.join(reasons)}"
-    if near := nearest(name, names):
+    if near:
         return f"{said}; did you mean {near!r}?"
     return f"{said}; it takes {', '.join(names)}"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def update_batch_norms(run: Run, module: nn.Module) -> None:
+def update_batch_norms(run: Run, module: Any) -> None:
     """Run ``training_step`` on each training batch of an epoch, in training mode, so that batch norms average over all.
 
     Every rank must call, when the epochs of a fit are over. As :func:`torch.optim.swa_utils.update_bn` does, but for

@@ -41,7 +41,7 @@ def check_writable(folder: str, storage_options: Mapping[str, Any], owner: str =
     if os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK):
         return
     why = "may not be written to, or lies on a read-only disk" if os.path.isdir(existing) else "is no folder"
-    others = ' or Trainer(default_root_dir=...) another folder, or save nothing, with enable_checkpointing=False'
+    others = " or Trainer(default_root_dir=...) another folder, or save nothing, with enable_checkpointing=False"
     raise CheckpointError(
         f"{owner} is to save in {folder!r}, but {existing!r} {why}: give {owner}(dirpath=...)"
         f"{others if owner == 'ModelCheckpoint' else ' another folder'}"

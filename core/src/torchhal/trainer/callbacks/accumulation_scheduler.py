@@ -35,7 +35,7 @@ class GradientAccumulationScheduler(Callback):
     @explain_unknown_arguments
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         if not isinstance(scheduling, Mapping) or not scheduling:
-            raise TypeError(f"'scheduling' must be a dict {{epoch: batches}} with an entry or more (got {scheduling!r})")
+            raise TypeError(f"'scheduling' must be a dict {{epoch: batches}} with an entry (got {scheduling!r})")
         given = {
             check_count("an epoch of scheduling", epoch, minimum=0): check_count(
                 f"scheduling[{epoch}]", batches, minimum=1
@@ -77,8 +77,8 @@ class GradientAccumulationScheduler(Callback):
         for batches in set(self.scheduling.values()):
             if batches > 1 and any(map(needs_closure, trainer.optimizers)):
                 raise ConfigurationError(
-                    f"{type(self).__name__} can't be used with an optimizer that evaluates a batch several times within "
-                    f"one step (scheduling={self.scheduling})"
+                    f"{type(self).__name__} can't be used with an optimizer that evaluates a batch several times "
+                    f"within a step (scheduling={self.scheduling})"
                 )
             trainer.strategy.check_accumulation(batches)
 

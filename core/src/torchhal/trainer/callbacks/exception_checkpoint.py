@@ -103,5 +103,5 @@ def _needs_others(strategy: Strategy) -> str:
     if gathers_state(strategy):
         return f"strategy {strategy.display_name!r} divides the state among the ranks"
     if "sharded" in strategy.checkpoint_io.features:
-        return f"checkpoint IO {strategy.checkpoint_io.alias!r} writes a part on each rank"
+        return f"{type(strategy.checkpoint_io).__name__} writes a part on each rank"
     return ""

@@ -28,10 +28,10 @@ Modules = nn.Module | Iterable[Any]
 class BaseFinetuning(Callback):
     """Base class of callbacks that freeze parts of a model, and train them from some epoch on.
 
-    A subclass defines :meth:`freeze_before_training` and :meth:`finetune_function`. The model's ``configure_optimizers``
-    leaves out what is frozen: ``SGD(filter(lambda p: p.requires_grad, self.parameters()))``. A scheduler takes an added
-    group as one that has begun with the rate that it is added with. A resumed run adds the groups again, before the
-    optimizer's state is loaded.
+    A subclass defines :meth:`freeze_before_training` and :meth:`finetune_function`. ``configure_optimizers`` of the
+    model leaves out what is frozen: ``SGD(filter(lambda p: p.requires_grad, self.parameters()))``. A scheduler takes an
+    added group as one that has begun with the rate that it is added with. A resumed run adds the groups again, before
+    the optimizer's state is loaded.
 
     Raises:
         ConfigurationError: in ``setup``, a strategy whose optimizers are an engine's own; in an epoch, a scheduler that
@@ -83,9 +83,7 @@ class BaseFinetuning(Callback):
         return [each for each in found if not list(each.children()) or each._parameters]
 
     @staticmethod
-    def filter_params(
-        modules: Modules, train_bn: bool = True, requires_grad: bool = True
-    ) -> Iterator[nn.Parameter]:
+    def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
         """Yield the parameters of ``modules`` that are trained, or those that are frozen.
 
         Args:
@@ -138,8 +136,8 @@ class BaseFinetuning(Callback):
         missing = [parameter for parameter in given if id(parameter) not in present]
         if len(missing) < len(given):
             warnings.warn(
-                f"the {type(optimizer).__name__} has {len(given) - len(missing)} of the parameters to unfreeze already, "
-                "which stay in their group: leave frozen ones out in configure_optimizers, as in "
+                f"the {type(optimizer).__name__} has {len(given) - len(missing)} of the parameters to unfreeze "
+                "already, which stay in their group: leave frozen ones out in configure_optimizers, as in "
                 f"{type(optimizer).__name__}(filter(lambda p: p.requires_grad, self.parameters()))",
                 stacklevel=3,
             )
@@ -270,9 +268,7 @@ class BackboneFinetuning(BaseFinetuning):
             raise TypeError(f"'lambda_func' must be a function of the epoch (got {lambda_func!r})")
         self.lambda_func = lambda_func
         self.backbone_initial_ratio_lr: float = check_number("backbone_initial_ratio_lr", backbone_initial_ratio_lr)
-        self.backbone_initial_lr: float | None = check_number(
-            "backbone_initial_lr", backbone_initial_lr, optional=True
-        )
+        self.backbone_initial_lr: float | None = check_number("backbone_initial_lr", backbone_initial_lr, optional=True)
         self.should_align = check_bool("should_align", should_align)
         self.initial_denom_lr: float = check_number("initial_denom_lr", initial_denom_lr)
         self.train_bn = check_bool("train_bn", train_bn)

@@ -28,9 +28,10 @@ class StochasticWeightAveraging(Callback):
     """Callback that gives the model, when the fit ends, the average of the weights with which its last epochs began.
 
     From epoch ``swa_epoch_start`` on, counted from 1, :class:`torch.optim.swa_utils.SWALR` takes the place of the
-    model's scheduler. The average is made by :class:`torch.optim.swa_utils.AveragedModel`, and is not validated or
-    saved while training. If the model has batch norms, one more pass over the training data, by ``training_step`` and
-    without logging, makes their running statistics anew. Save the result with ``trainer.save_checkpoint`` after the fit.
+    model's scheduler. The average is made by :class:`torch.optim.swa_utils.AveragedModel`, and while training it is
+    neither validated nor the ``state_dict`` of a checkpoint. If the model has batch norms, one more pass over the
+    training data, by ``training_step`` and without logging, makes their running statistics anew. Save the result with
+    ``trainer.save_checkpoint`` after the fit.
 
     Args:
         swa_lrs: the learning rate to anneal to: a number, or a list with one for each parameter group.
@@ -101,7 +102,8 @@ class StochasticWeightAveraging(Callback):
         name = type(self).__name__
         if not getattr(module, "automatic_optimization", True):
             raise ConfigurationError(
-                f"{name} needs automatic optimization: {type(module).__name__}.training_step steps the optimizers itself"
+                f"{name} needs automatic optimization: {type(module).__name__}.training_step steps the optimizers "
+                "itself"
             )
         if isinstance(self._swa_epoch_start, float) and trainer.max_epochs in (None, -1):
             raise ConfigurationError(

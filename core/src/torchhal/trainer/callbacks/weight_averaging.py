@@ -31,9 +31,9 @@ class WeightAveraging(Callback):
     """Callback that averages the weights while training, by :class:`torch.optim.swa_utils.AveragedModel`.
 
     Validations, tests and predictions use the average, from its first update on, and so does the ``state_dict`` of
-    checkpoints, which hold the weights of training beside it; a resumed run continues both. When the fit ends, the model
-    has the average. Under a strategy that shards the model each rank averages its shards. The average is kept in the
-    dtype of the weights.
+    checkpoints, which hold the weights of training beside it; a resumed run continues both. When the fit ends, the
+    model has the average. Under a strategy that shards the model each rank averages its shards. The average is kept in
+    the dtype of the weights.
 
     A subclass may override :meth:`should_update`.
 
@@ -220,8 +220,8 @@ class WeightAveraging(Callback):
             return
         if not self._is_of(module):
             trainer.warn_once(
-                f"{type(self).__name__} saves the average alone: the weights of training are divided among the ranks of "
-                "a fit that has ended. Save with a ModelCheckpoint during the fit"
+                f"{type(self).__name__} saves the average alone: the weights of training are divided among the ranks "
+                "of a fit that has ended. Save with a ModelCheckpoint during the fit"
             )
             return
         present = checkpoint["state_dict"]
@@ -302,7 +302,7 @@ class EMAWeightAveraging(WeightAveraging):
 
     def _new_average(self, module: nn.Module) -> AveragedWeights:
         # Made here: a function within a function doesn't pickle.
-        average = get_ema_multi_avg_fn(self.decay)
+        average = get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]
         return AveragedWeights(module, self._device, use_buffers=self._use_buffers, multi_avg_fn=average)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:

@@ -100,10 +100,7 @@ class StopConditions(RunPart[Run]):
         if self.progress.out_of_time:
             return f"max_time is used up ({run.max_time})"
         if run.should_stop:
-            reasons = [
-                f"{type(callback).__name__}: {callback.stop_reason}"
-                for callback in run.callbacks
-                if isinstance(callback, Callback) and getattr(callback, "stop_reason", "")
-            ]
-            return reasons[0] if reasons else "trainer.should_stop is set"
+            own = [callback for callback in run.callbacks if isinstance(callback, Callback)]
+            said = [f"{type(each).__name__}: {reason}" for each in own if (reason := getattr(each, "stop_reason", ""))]
+            return said[0] if said else "trainer.should_stop is set"
         return f"max_epochs={run.max_epochs} is reached after {self.progress.epoch} epoch(s)"
