@@ -145,6 +145,20 @@ KINDS: Final[dict[str, Kind]] = {
         (
             Carrier("single_device", "strategies.single_device", "SingleDeviceStrategy"),
             Carrier("ddp", "strategies.ddp", "DDPStrategy"),
+            Carrier(
+                "ddp_find_unused_parameters_true", "strategies.ddp", "DDPStrategy",
+                defaults={"find_unused_parameters": True},
+            ),
+            Carrier(
+                "averaging", "strategies.parallel", "ParallelStrategy",
+                real="torchhal.strategies.parallel:ParallelStrategy",
+                body=(
+                    "compares_replicas = synchronizes_batchnorms = True\n"
+                    "    def backward(self, loss, *args, **kwargs):\n"
+                    "        super().backward(loss, *args, **kwargs)\n"
+                    "        self.sync_gradients()"
+                ),
+            ),
         ),
     ),
 }  # fmt: skip
@@ -165,6 +179,7 @@ ELSEWHERE: Final = {
     "checkpoint/_local_file.py:LocalPlace.write": "the Trainer's records of runs call it",
     "checkpoint/_local_file.py:LocalPlace._beside": "create and write alone call it",
     "checkpoint/_temp_files.py:is_untouched": "places behind URLs call it, and IOs of folders",
+    "strategies/_optimizer_state.py:parameters_without_state": "the Trainer calls it in a resume",
 }
 """Functions of these files that no component calls -> who does: of these no mutants are made."""
 

@@ -260,7 +260,8 @@ class _Experts(nn.Module):
 def ranks_of_other_branches(rank: RankContext) -> None:
     """sync_gradients averages each parameter's gradient with those of the same parameter, whichever a rank has.
 
-    One that a rank hasn't used counts as zero there. Or it is an error on every rank.
+    One that a rank hasn't used counts as zero there. Or it is an error on every rank. One that was frozen after its
+    backward is averaged too.
 
     Why: gradients that are joined by their place in a list are those of another layer on another rank.
     Fix: average every parameter in one order, or compare first which of them have gradients.
@@ -273,19 +274,23 @@ def ranks_of_other_branches(rank: RankContext) -> None:
     for number in range(2):
         (plain.loss(tuple(tensor[number::2] for tensor in data), number) / 2).backward()  # type: ignore[no-untyped-call]
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    with running(rank, _Experts(), may_refuse=True) as run:
-        require_whole_parameters(run)
-        strategy, module = run.strategy, run.module
-        rows = tuple(tensor.to(strategy.root_device)[rank.rank :: 2] for tensor in data)
-        with refused_alike(rank, "other branches") as refusal:
-            with strategy.no_backward_sync() or contextlib.nullcontext():
-                strategy.backward(module.loss(rows, rank.rank))
-            strategy.sync_gradients()
-        if refusal.reason:
-            raise NotApplicable(f"the strategy refuses ranks that use other parameters ({refusal.reason})")
-        require_gradients(module)
-        for name, parameter in module.named_parameters():
-            close(f"the averaged gradient of {name}", parameter.grad, expected[name], run.tolerance)
+    for frozen in (False, True):
+        with running(rank, _Experts(), may_refuse=True) as run:
+            require_whole_parameters(run)
+            strategy, module = run.strategy, run.module
+            rows = tuple(tensor.to(strategy.root_device)[rank.rank :: 2] for tensor in data)
+            with refused_alike(rank, "other branches") as refusal:
+                with strategy.no_backward_sync() or contextlib.nullcontext():
+                    strategy.backward(module.loss(rows, rank.rank))
+                if frozen:
+                    module.requires_grad_(False)
+                strategy.sync_gradients()
+            if refusal.reason:
+                raise NotApplicable(f"the strategy refuses ranks that use other parameters ({refusal.reason})")
+            require_gradients(module)
+            for name, parameter in module.named_parameters():
+                told = f"the averaged gradient of {name}" + ", which is frozen now" * frozen
+                close(told, parameter.grad, expected[name], run.tolerance)
 
 
 @check("STR-74", since="0.2", world_sizes=(1, 2), after=("STR-19",))

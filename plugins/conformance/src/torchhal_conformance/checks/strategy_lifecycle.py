@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from torchhal.distributed.stores import PrefixStore
+from torchhal.errors import ConfigurationError
 from torchhal.precision import SinglePrecision
 from torchhal_conformance._assertions import close, raises, require, same
 from torchhal_conformance._check import NotApplicable, check
@@ -23,6 +24,7 @@ from torchhal_conformance.checks._strategy_run import (
     Regression,
     make_model,
     reference,
+    refused_alike,
     require_several_ranks,
     running,
 )
@@ -158,6 +160,8 @@ def silent_before_setup(rank: RankContext) -> None:
 def foreign_group(rank: RankContext) -> None:
     """A process group that the user has made is used, and stays after teardown.
 
+    One that doesn't carry tensors of the device is a ConfigurationError of the set-up, or isn't needed.
+
     Why: a strategy that destroyed it took the rest of the program's communication with it.
     Fix: destroy a group only if the set-up made it.
     """
@@ -172,15 +176,23 @@ def foreign_group(rank: RankContext) -> None:
         value = torch.ones(1)
         dist.all_reduce(value)
         same("a sum afterwards", float(value), float(rank.size))
+    on_cpu = rank.component.make_accelerator().device_type == "cpu"
+    with (
+        group_of_the_user(rank, "meta:gloo" if on_cpu else "cpu:gloo"),
+        refused_alike(rank, "a group of another device", ConfigurationError),
+        rank.set_up_strategy() as strategy,
+    ):
+        got = strategy.reduce(torch.ones(1, device=strategy.root_device), "sum")
+        close("a sum beside the user's group of another device", got, [rank.size], 1e-6)
 
 
 @contextmanager
-def group_of_the_user(rank: RankContext) -> Iterator[None]:
-    """Let the program have a default process group of its own for the block."""
+def group_of_the_user(rank: RankContext, backend: str = "") -> Iterator[None]:
+    """Let the program have a default process group of its own for the block; by default one for the accelerator."""
     accelerator = rank.component.make_accelerator()
     kind = accelerator.device_type
-    backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{accelerator.backend}"
-    store = PrefixStore(f"foreign/{os.environ['TORCHHAL_CONFORMANCE_CALL']}", side_channel())
+    backend = backend or ("gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{accelerator.backend}")
+    store = PrefixStore(f"foreign/{os.environ['TORCHHAL_CONFORMANCE_CALL']}/{backend}", side_channel())
     dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.size, timeout=timedelta(seconds=20))
     try:
         yield

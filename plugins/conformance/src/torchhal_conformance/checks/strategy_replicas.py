@@ -86,7 +86,8 @@ class _Normed(Regression):
 def batch_norms_of_all_ranks(rank: RankContext) -> None:
     """With sync_batchnorm a batch norm computes over the batches of all ranks, as in one process, or it is refused.
 
-    check_sync_batchnorm() refuses it, before anything is started.
+    check_sync_batchnorm() refuses it, before anything is started. So it does for several ranks in a class that
+    inherits it and declares no synchronizes_batchnorms.
 
     Why: each rank normalized by a share of the batch, and the statistics that were saved were rank 0's.
     Fix: return the group of the ranks with other samples from batch_group(); refuse in check_sync_batchnorm().
@@ -111,6 +112,19 @@ def batch_norms_of_all_ranks(rank: RankContext) -> None:
                 break
             expected.norm.running_var = weights.get("norm.running_var", expected.norm.running_var)
             run.require_weights(after, expected, 1e-4)
+    if rank.component.cls.check_sync_batchnorm.__qualname__ == "ParallelStrategy.check_sync_batchnorm":
+        _refuse_without_declaration(rank)
+
+
+def _refuse_without_declaration(rank: RankContext) -> None:
+    strategy = _declaring(rank.create_strategy(), synchronizes_batchnorms=False)
+    strategy.check_sync_batchnorm(1)
+    told = "check_sync_batchnorm(2) of a class that declares no synchronizes_batchnorms"
+    raises(told, UnsupportedCombinationError, lambda: strategy.check_sync_batchnorm(2))
+    if rank.component.cls.batch_group.__qualname__ == "ParallelStrategy.batch_group":
+        with rank.set_up_strategy(strategy):
+            require(strategy.batch_group() is None, "batch_group() of such a class isn't None")
+            rank.gather("looked")
 
 
 def _compare_statistics(after: str, weights: Any, norm: Any, samples: int, steps: int) -> None:
