@@ -53,6 +53,12 @@ class PassesInfinityOn(CPUAccelerator):
         return {**super().device_stats(device), **own}
 
 
+@caught_by("ACC-26", says="memory_stats must return a dict")
+class HasNoCounts(CPUAccelerator):
+    def memory_stats(self, device):
+        return None
+
+
 @caught_by("ACC-27", says="leaves the CPU out")
 class OnlyItself(CPUAccelerator):
     def profiler_activities(self):

@@ -10,7 +10,14 @@ from zoo import caught_by
 
 from torchhal.distributed import collectives
 from torchhal.launchers import ExternalLauncher
-from torchhal.strategies import DDPStrategy
+from torchhal.strategies import DDPStrategy, SingleDeviceStrategy
+
+
+@caught_by("STR-12", says="(local rank, node rank)")
+class CountsNodesFromOne(DDPStrategy):
+    @property
+    def node_rank(self):
+        return super().node_rank + 1
 
 
 @caught_by("STR-19", says="in a new life's beginning")
@@ -51,6 +58,15 @@ class _Paused:
 class MovesWithoutALook(DDPStrategy):
     def model_to_device(self):
         self.module.to(self.root_device)
+
+
+@caught_by("STR-50", says="must name '1'")
+class NamesItsOwnNumber(SingleDeviceStrategy):
+    def reshard_rank_state(self, states, *, rank, world_size):
+        return super().reshard_rank_state(states, rank=rank, world_size=len(states))
+
+
+NamesItsOwnNumber.reshard_rank_state.__qualname__ = "StrategyState.reshard_rank_state"  # as where it is inherited
 
 
 @caught_by("STR-53", says="make_launcher() doesn't call")
@@ -102,6 +118,26 @@ class ForgetsTheOptimizer(DDPStrategy):
         return replace(super().memory_per_rank(model, world_size), optimizer=0)
 
 
+@caught_by("STR-57", says="a batch norm of a module that was replaced")
+class KeepsAllSynchronized(DDPStrategy):
+    def connect(self, module):
+        self._synchronized = []
+        super().connect(module)
+
+
+@caught_by("STR-60", says="was given, a step later")
+class AccumulatesInThem(DDPStrategy):
+    def load_accumulated_gradients(self, gradients):
+        for name, parameter in self.module.named_parameters():
+            parameter.grad = gradients[name].to(parameter.device)
+
+
+@caught_by("STR-66", says="frozen other layers")
+class ComparesNothing(DDPStrategy):
+    def check_same_trained(self, changed):
+        self.barrier("comparison")
+
+
 @caught_by("STR-67", says="model_is_connected is true")
 class KeepsTheLastWrapper(DDPStrategy):
     def connect(self, module):
@@ -123,6 +159,26 @@ class WrapsInEachEpoch(DDPStrategy):
 class AveragesWhatIsTrained(DDPStrategy):
     def sync_gradients(self):
         collectives.average_gradients(list(self.module.parameters()))
+
+
+@caught_by("STR-74", says="'through' was called")
+class GoesBackByItself(DDPStrategy):
+    def backward(self, loss, *args, through=None, **kwargs):
+        super().backward(loss, *args, **kwargs)
+
+
+@caught_by("STR-90", says="an optimizer of its own list")
+class KnowsTorchsOptimizersAlone(DDPStrategy):
+    def load_optimizer_state(self, optimizer, state):
+        if not type(optimizer).__module__.startswith("torch."):
+            raise TypeError("it must be an optimizer of its own list")
+        super().load_optimizer_state(optimizer, state)
+
+
+@caught_by("STR-95", says="by clip_gradients")
+class ClipsByTheScaledNorm(DDPStrategy):
+    def clip_gradients(self, optimizer, clip_val, algorithm="norm"):
+        return self.precision.clip_gradients(optimizer, clip_val, algorithm)
 
 
 @caught_by("STR-99", says="before configure()")

@@ -75,7 +75,14 @@ KINDS: Final[dict[str, Kind]] = {
             Carrier("cpu", "accelerators.cpu", "CPUAccelerator"),
             Carrier(
                 "sim", "accelerators.base", "Accelerator", real="torchhal_simulator.accelerator:SimAccelerator",
-                body="locals().update({k: v for k, v in vars(Real).items() if not k.startswith('__')})",
+                body=(
+                    "locals().update({k: v for k, v in vars(Real).items() if not k.startswith('__')})\n"
+                    "    @classmethod\n    def load(cls, real=Real):\n"
+                    "        known = hasattr(torch, 'sim')\n"
+                    "        real.load()\n"
+                    "        if not known:  # as a library that doesn't look at torch's seed\n"
+                    "            torch.sim.manual_seed_all(0)"
+                ),
             ),
             Carrier("absent", "accelerators.base", "Accelerator", alias="xpu", body="name = device_type = 'xpu'"),
             Carrier(
@@ -225,7 +232,7 @@ def copies_first(copy, real):
 
 
 def _carriers(kind: str) -> str:
-    lines = [_COPIES_FIRST]
+    lines = ["import torch", _COPIES_FIRST]
     if kind == "checkpoint_io":
         lines.append(f"from {PACKAGE}.checkpoint.torch_file import TorchCheckpointIO as Torch")
     for one in KINDS[kind].carriers:

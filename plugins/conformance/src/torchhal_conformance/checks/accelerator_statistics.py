@@ -25,6 +25,7 @@ def device_stats(context: CheckContext) -> None:
 
     A share whose name ends in ``_percent`` is from 0 to 100. Ten readings take less than five seconds. The readings of
     torch's module for the device are among them, each in the unit of its name, and infinite ones are left out.
+    memory_stats gives ints by strings, and reset_peak_memory_stats returns, also where the device keeps no counts.
 
     Why: readings are shown and logged in the midst of runs, which a missing driver's library must not end.
     Fix: add the vendor's readings, in their units, to super().device_stats(); catch what the vendor's library raises.
@@ -41,6 +42,11 @@ def device_stats(context: CheckContext) -> None:
         _require_readings("device_stats", accelerator.device_stats(first))
     took = time.monotonic() - started
     require(took < 5, f"ten readings took {took:.1f} s")
+    accelerator.reset_peak_memory_stats(first)
+    counts = accelerator.memory_stats(first)
+    require(type(counts) is dict, f"memory_stats must return a dict (got {counts!r})")
+    wrong = {key: count for key, count in counts.items() if type(key) is not str or type(count) is not int}
+    require(not wrong, f"memory_stats must give ints by names (got {wrong!r})")
     del tensor
     _require_readings_of_torch(accelerator, first)
 

@@ -35,6 +35,8 @@ from torchhal_conformance.checks.trainer import children
 def one_zero(rank: RankContext) -> None:
     """Exactly one rank is the global zero, the same before and after the set-up; ranks are those of the environment.
 
+    That is the rank in the job, on its node, and the node's.
+
     Changed: torchhal has no rank_zero_only that could say something else than the strategy.
 
     Why: everybody wrote the log, or nobody did.
@@ -45,6 +47,10 @@ def one_zero(rank: RankContext) -> None:
     with rank.set_up_strategy(strategy):
         found = (before, strategy.is_global_zero, strategy.global_rank, strategy.world_size)
         everybody = rank.gather(found)
+        if strategy.cluster_environment is not None:
+            numbers = (strategy.local_rank, strategy.node_rank)
+            expected_here = (int(os.environ["LOCAL_RANK"]), int(os.environ["GROUP_RANK"]))
+            same("(local rank, node rank) of this rank", numbers, expected_here)
     expected = [(r == 0, r == 0, r, rank.size) for r in range(rank.size)]
     same("(zero before, zero after, global rank, world size) of each rank", everybody, expected)
 
