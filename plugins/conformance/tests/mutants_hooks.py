@@ -36,6 +36,29 @@ class Milliwatts(CPUAccelerator):
         return {"utilization_percent": 3700.0}
 
 
+@caught_by("ACC-26", says="power_watts")
+class PassesMilliwattsOn(CPUAccelerator):
+    def device_stats(self, device):
+        stats = super().device_stats(device)
+        if "power_watts" in stats:
+            stats["power_watts"] *= 1000
+        return stats
+
+
+@caught_by("ACC-26", says="an infinite temperature")
+class PassesInfinityOn(CPUAccelerator):
+    def device_stats(self, device):
+        read = getattr(self._module(), "temperature", None)
+        own = {} if read is None else {"temperature_celsius": float(read(device))}
+        return {**super().device_stats(device), **own}
+
+
+@caught_by("ACC-26", says="memory_stats must return a dict")
+class HasNoCounts(CPUAccelerator):
+    def memory_stats(self, device):
+        return None
+
+
 @caught_by("ACC-27", says="leaves the CPU out")
 class OnlyItself(CPUAccelerator):
     def profiler_activities(self):

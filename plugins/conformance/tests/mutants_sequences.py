@@ -24,6 +24,26 @@ class CurrentDeviceOnly(SimAccelerator):
         super().set_rng_state(state, torch.device("sim", 0))
 
 
+@caught_by("ACC-59", says="the first draw")
+class SeedsInItsLibrary(CPUAccelerator):
+    """Draws what its library was built to draw, until it is seeded."""
+
+    loaded = False
+
+    @classmethod
+    def load(cls):
+        if not cls.loaded:
+            cls.loaded = True
+            torch.default_generator.manual_seed(0)
+
+
+@caught_by("ACC-59", says="the state of the device's generator")
+class SeedsAtEachQuestion(CPUAccelerator):
+    @classmethod
+    def load(cls):
+        torch.default_generator.manual_seed(torch.initial_seed())
+
+
 @caught_by("ACC-41")
 class CountsIndices(Accelerator):
     name = device_type = "xpu"

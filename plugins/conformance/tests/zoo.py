@@ -61,6 +61,7 @@ MODULES = (
     "mutants_hooks",
     "mutants_refusals",
     "mutants_sequences",
+    "mutants_set_up",
     "plausible_job_defects",
     "plausible_numeric_defects",
     "plausible_strategy_defects",

@@ -27,9 +27,9 @@ class StrategyCommunication(StrategyAttributes, ABC):
 
     @property
     def root_device(self) -> torch.device:
-        """The device of this process: of local rank i, the i-th device that was given.
+        """The device of this process: of local rank i, the i-th that was given; ConfigurationError before configure().
 
-        Checks: STR-27.
+        Checks: STR-27, STR-99.
         """
         if not self.devices:
             raise ConfigurationError(

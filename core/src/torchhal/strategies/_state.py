@@ -278,7 +278,7 @@ class StrategyState(StrategyCommunication):
         Called on every rank.
 
         Args:
-            gradients: what :meth:`accumulated_gradients` returned.
+            gradients: what :meth:`accumulated_gradients` returned; the accumulation shares no memory with it.
 
         Checks: STR-60.
         """

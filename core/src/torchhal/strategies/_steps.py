@@ -164,7 +164,7 @@ class StrategySteps(StrategyCommunication):
         Args:
             loss: a 0-d tensor with a graph.
             *args: passed on to ``loss.backward``.
-            **kwargs: passed on to ``loss.backward``.
+            **kwargs: passed on to ``loss.backward``; but ``through``, a function that is called in its place.
 
         Checks: STR-14, STR-15, STR-17, STR-18, STR-20, STR-64, STR-66, STR-69, STR-72, STR-74, STR-96.
         """

@@ -75,7 +75,14 @@ KINDS: Final[dict[str, Kind]] = {
             Carrier("cpu", "accelerators.cpu", "CPUAccelerator"),
             Carrier(
                 "sim", "accelerators.base", "Accelerator", real="torchhal_simulator.accelerator:SimAccelerator",
-                body="locals().update({k: v for k, v in vars(Real).items() if not k.startswith('__')})",
+                body=(
+                    "locals().update({k: v for k, v in vars(Real).items() if not k.startswith('__')})\n"
+                    "    @classmethod\n    def load(cls, real=Real):\n"
+                    "        known = hasattr(torch, 'sim')\n"
+                    "        real.load()\n"
+                    "        if not known:  # as a library that doesn't look at torch's seed\n"
+                    "            torch.sim.manual_seed_all(0)"
+                ),
             ),
             Carrier("absent", "accelerators.base", "Accelerator", alias="xpu", body="name = device_type = 'xpu'"),
             Carrier(
@@ -145,6 +152,20 @@ KINDS: Final[dict[str, Kind]] = {
         (
             Carrier("single_device", "strategies.single_device", "SingleDeviceStrategy"),
             Carrier("ddp", "strategies.ddp", "DDPStrategy"),
+            Carrier(
+                "ddp_find_unused_parameters_true", "strategies.ddp", "DDPStrategy",
+                defaults={"find_unused_parameters": True},
+            ),
+            Carrier(
+                "averaging", "strategies.parallel", "ParallelStrategy",
+                real="torchhal.strategies.parallel:ParallelStrategy",
+                body=(
+                    "compares_replicas = synchronizes_batchnorms = True\n"
+                    "    def backward(self, loss, *args, **kwargs):\n"
+                    "        super().backward(loss, *args, **kwargs)\n"
+                    "        self.sync_gradients()"
+                ),
+            ),
         ),
     ),
 }  # fmt: skip
@@ -165,6 +186,7 @@ ELSEWHERE: Final = {
     "checkpoint/_local_file.py:LocalPlace.write": "the Trainer's records of runs call it",
     "checkpoint/_local_file.py:LocalPlace._beside": "create and write alone call it",
     "checkpoint/_temp_files.py:is_untouched": "places behind URLs call it, and IOs of folders",
+    "strategies/_optimizer_state.py:parameters_without_state": "the Trainer calls it in a resume",
 }
 """Functions of these files that no component calls -> who does: of these no mutants are made."""
 
@@ -210,7 +232,7 @@ def copies_first(copy, real):
 
 
 def _carriers(kind: str) -> str:
-    lines = [_COPIES_FIRST]
+    lines = ["import torch", _COPIES_FIRST]
     if kind == "checkpoint_io":
         lines.append(f"from {PACKAGE}.checkpoint.torch_file import TorchCheckpointIO as Torch")
     for one in KINDS[kind].carriers:

@@ -168,6 +168,11 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
         self.backward(loss, *args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("through") is not None:
+            raise ConfigurationError(
+                f"the backward() of {type(self.module).__name__} can't run under DeepSpeed, whose engine runs the "
+                "backward pass itself: leave it out, or optimize by hand (automatic_optimization = False)"
+            )
         if not self._compared:
             assert self.module is not None
             self._compared = True

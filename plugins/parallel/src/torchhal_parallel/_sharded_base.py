@@ -355,7 +355,8 @@ class ShardedStrategy(ParallelStrategy):
         assert self.module is not None
         for name, parameter in self.module.named_parameters():
             if name in gradients and not parameter.is_meta:
-                parameter.grad = place_like(f"the gradient of {name}", gradients[name], parameter.detach())
+                own = gradients[name].clone()  # the accumulation writes to it
+                parameter.grad = place_like(f"the gradient of {name}", own, parameter.detach())
 
     # -- gradients -------------------------------------------------------------------------------------------
 

@@ -72,6 +72,7 @@ _MODULES: Final = (
     "strategy_freezing",
     "strategy_connected",
     "strategy_replicas",
+    "strategy_memory",
     "processes",
     "trainer",
     "strategy_hooks",

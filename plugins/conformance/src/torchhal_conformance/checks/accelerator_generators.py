@@ -1,4 +1,4 @@
-"""ACC: random numbers of several devices of one accelerator."""
+"""ACC: random numbers of several devices of one accelerator, and of one that is registered after torch was seeded."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 from torchhal_conformance._assertions import require, same
 from torchhal_conformance._check import NotApplicable, check
+from torchhal_conformance._component_under_test import ComponentUnderTest
 from torchhal_conformance._context import CheckContext
 
 
@@ -38,3 +39,37 @@ def generators_of_devices(context: CheckContext) -> None:
     draw(second)
     same("the state of the first device after draws on the second", accelerator.get_rng_state(first), before)
     require(not torch.equal(accelerator.get_rng_state(second), kept), "draws left the second device's state unchanged")
+
+
+@check("ACC-59", since="0.2", needs=["device"], after=("ACC-14",))
+def seeded_before_it_was_loaded(context: CheckContext) -> None:
+    """A seed that was set before the device is loaded is the device's; no later question seeds it.
+
+    Asked are availability() and get_parallel_devices(), in a process that hasn't used the device.
+
+    Why: a script seeds torch in its first line, and the first Trainer registers the device: weights differ in each run.
+    Fix: let load() seed a device that torch.manual_seed doesn't reach, with torch.initial_seed(), once.
+    """
+    context.restart_subprocess()
+    try:
+        drawn, expected, before, after = context.run_in_subprocess(_draw_after_loading, context.component)
+    finally:
+        context.restart_subprocess()
+    same("the first draw on a device that was loaded after torch.manual_seed(11)", drawn, expected)
+    same("the state of the device's generator after availability() and get_parallel_devices()", after, before)
+
+
+def _draw_after_loading(component: ComponentUnderTest) -> tuple[list[float], ...]:
+    """Return the first draw, that after the same seed, and the generator's state before and after questions."""
+    torch.manual_seed(11)
+    component.cls.availability()
+    accelerator = component.create()
+    (device,) = accelerator.get_parallel_devices([0])
+    accelerator.setup_device(device)
+    drawn = torch.rand(8, device=device).tolist()
+    accelerator.manual_seed(11)
+    expected = torch.rand(8, device=device).tolist()
+    before = accelerator.get_rng_state(device).tolist()
+    component.cls.availability()
+    accelerator.get_parallel_devices([0])
+    return drawn, expected, before, accelerator.get_rng_state(device).tolist()

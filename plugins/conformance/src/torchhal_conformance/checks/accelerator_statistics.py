@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
+from typing import Final
+from unittest import mock
 
 import torch
 from torch.profiler import ProfilerActivity
 
 from torchhal.accelerators import Accelerator
-from torchhal_conformance._assertions import raises, require
+from torchhal_conformance._assertions import close, raises, require
 from torchhal_conformance._check import check
 from torchhal_conformance._context import CheckContext
 
@@ -20,10 +23,12 @@ _REGION = "torchhal_conformance.region"
 def device_stats(context: CheckContext) -> None:
     """device_stats gives finite floats by strings, and never raises: not before a set-up, nor for an absent device.
 
-    A share whose name ends in ``_percent`` is from 0 to 100. Ten readings take less than five seconds.
+    A share whose name ends in ``_percent`` is from 0 to 100. Ten readings take less than five seconds. The readings of
+    torch's module for the device are among them, each in the unit of its name, and infinite ones are left out.
+    memory_stats gives ints by strings, and reset_peak_memory_stats returns, also where the device keeps no counts.
 
     Why: readings are shown and logged in the midst of runs, which a missing driver's library must not end.
-    Fix: convert the vendor's units, leave out what can't be read, catch what the vendor's library raises.
+    Fix: add the vendor's readings, in their units, to super().device_stats(); catch what the vendor's library raises.
     """
     accelerator = context.accelerator()
     (first,) = accelerator.get_parallel_devices([0])
@@ -37,7 +42,44 @@ def device_stats(context: CheckContext) -> None:
         _require_readings("device_stats", accelerator.device_stats(first))
     took = time.monotonic() - started
     require(took < 5, f"ten readings took {took:.1f} s")
+    accelerator.reset_peak_memory_stats(first)
+    counts = accelerator.memory_stats(first)
+    require(type(counts) is dict, f"memory_stats must return a dict (got {counts!r})")
+    wrong = {key: count for key, count in counts.items() if type(key) is not str or type(count) is not int}
+    require(not wrong, f"memory_stats must give ints by names (got {wrong!r})")
     del tensor
+    _require_readings_of_torch(accelerator, first)
+
+
+_OF_TORCH: Final = {
+    "utilization": ("utilization_percent", 37, 37.0),
+    "memory_usage": ("memory_utilization_percent", 21, 21.0),
+    "temperature": ("temperature_celsius", 54, 54.0),
+    "power_draw": ("power_watts", 120_000, 120.0),  # torch documents milliwatts
+    "clock_rate": ("clock_mhz", 1410, 1410.0),
+}
+"""Function of torch's device module -> name of its reading, what it returns in the check, what that is by the name."""
+
+
+def _require_readings_of_torch(accelerator: Accelerator, device: torch.device) -> None:
+    """Fail unless readings of torch's module, which stand-ins give here, are in device_stats()."""
+    try:
+        module = torch.get_device_module(device.type)
+    except RuntimeError:  # torch has none for the device
+        return
+    own = accelerator.device_stats(device)
+    if device.type == "cuda" and torch.version.hip:  # where torch passes on what AMD's library gives: watts
+        own = {**own, "power_watts": 0.0}
+    with contextlib.ExitStack() as stack:
+        for function, (_, given, _) in _OF_TORCH.items():
+            read = mock.Mock(return_value=given)
+            stack.enter_context(mock.patch.object(module, function, read, create=True))
+        stats = accelerator.device_stats(device)
+        for name, _, expected in _OF_TORCH.values():
+            if name not in own:  # else the vendor may read it by itself
+                close(f"{name}, which torch's module for the device reads", stats.get(name, math.nan), expected, 1e-6)
+        stack.enter_context(mock.patch.object(module, "temperature", mock.Mock(return_value=math.inf)))
+        _require_readings("device_stats of an infinite temperature", accelerator.device_stats(device))
 
 
 def _require_readings(what: str, stats: object) -> None:

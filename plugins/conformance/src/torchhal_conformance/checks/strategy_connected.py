@@ -62,7 +62,8 @@ def connected_models(rank: RankContext) -> None:
     """A training step runs through the wrapper that the precision's connect() returns, or is its replacement's.
 
     So it is after layers were frozen, or that is an error on every rank. Something else is a ConfigurationError. A
-    strategy whose own wrapper is the model may refuse a replacement.
+    strategy whose own wrapper is the model may refuse a replacement. A module that is connected afterwards is
+    ``module`` and ``model``.
 
     Why: a vendor's library scales and overlaps in the forward of its wrapper, which no step went through.
     Fix: keep what connect() returns as ``model``; call the inherited setup_optimizers().
@@ -81,6 +82,7 @@ def connected_models(rank: RankContext) -> None:
         told = "a connect() that returns another model, without steps,"
         raises(told, ConfigurationError, lambda: strategy.setup_optimizers(optimizers))
         rank.gather("refused")
+    _connected_again(rank)
 
 
 def _wrapped(rank: RankContext) -> None:
@@ -89,7 +91,9 @@ def _wrapped(rank: RankContext) -> None:
         if precision.made is None:
             raise NotApplicable("it doesn't call the precision's connect()")
         wrapper: Any = precision.made
-        run.train(0, 2)
+        run.train(0, 1)
+        run.strategy.on_train_epoch_start()  # has nothing to do: the parameters are those of before
+        run.train(1, 2)
         require(wrapper.calls == 2, f"{wrapper.calls} of 2 steps ran through the wrapper that connect() returned")
         run.require_weights("after two steps through a wrapper", reference(rank, 2, model=Regression())[0])
         run.module.body[0].requires_grad_(False)
@@ -116,3 +120,17 @@ def _replaced(rank: RankContext) -> None:
         strategy.backward(loss)
         require(made is not None and made.calls == 1, "a step is not that of the model that connect() returned")
         require(strategy.module is made, "module is not the model that connect() returned in its place")
+
+
+def _connected_again(rank: RankContext) -> None:
+    strategy = rank.create_strategy(precision=_Connects(_Around))
+    with rank.set_up_strategy(strategy):
+        for module in (Regression(), Regression(1)):
+            strategy.connect(module)
+            require(strategy.module is module, "module is not the one that was connected last")
+            require(strategy.model is module, "model is not the module that was connected last")
+            told = "model_is_connected is true before connect() of the precision was called with the module"
+            require(not strategy.model_is_connected, told)
+            strategy.setup_model()
+            strategy.setup_optimizers([torch.optim.SGD(module.parameters(), lr=0.1)])
+        rank.gather("connected")

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from torchhal.errors import TorchhalError
+from torchhal.errors import DistributedError, TorchhalError
+from torchhal_conformance._assertions import raises
 from torchhal_conformance._check import NotApplicable, check
 from torchhal_conformance._rank_context import RankContext
 from torchhal_conformance.checks._strategy_run import Regression, batch, refused_alike, running, share
@@ -42,11 +43,13 @@ def _between(module: Any, part: int) -> None:
 def frozen_in_the_midst(rank: RankContext) -> None:
     """Parameters that are frozen or unfrozen within an accumulation, or by a step, make plain torch's steps.
 
-    Or they are an error of torchhal's on every rank.
+    Or they are an error of torchhal's on every rank. check_same_trained(), where the strategy has it, raises a
+    DistributedError on every rank where ranks have frozen other layers, and none otherwise.
 
     Why: what was accumulated before the change was never averaged, and the ranks stepped with gradients of their own.
     Fix: average what was frozen when the change is seen, and in backward() what the step itself has unfrozen.
     """
+    _ranks_that_differ(rank)
     outcomes = [
         _outcome(rank, _accumulated),
         _outcome(rank, partial(_in_step, trained=True)),
@@ -61,6 +64,17 @@ def _outcome(rank: RankContext, run: Callable[[RankContext], None]) -> str:
     with refused_alike(rank, "what was frozen in the midst", TorchhalError) as refusal:
         run(rank)
     return refusal.reason
+
+
+def _ranks_that_differ(rank: RankContext) -> None:
+    with running(rank) as run:
+        check_same: Any = getattr(run.strategy, "check_same_trained", None)
+        if check_same is None or rank.size == 1:
+            return
+        check_same([])
+        run.module.body[2 * rank.rank].requires_grad_(False)
+        raises("check_same_trained() of ranks that have frozen other layers", DistributedError, lambda: check_same([]))
+        rank.gather("compared")
 
 
 def _accumulated(rank: RankContext) -> None:

@@ -84,11 +84,14 @@ def attributes_of_a_run(rank: RankContext) -> None:
     """``watch`` is of this rank alone before the set-up and after the teardown, and of all ranks between them.
 
     Also if it was read before. ``mark_step`` is None without a step marker, ``trainer`` in a loop without a Trainer.
+    Before configure() ranks are 0 in a job of one process, whose size is 1, and components that the constructor was not
+    given are a ConfigurationError, as is root_device.
 
     Why: a callback that looked at the monitor in its constructor left the run without one: no rank heard of another
     one's failure.
     Fix: replace the monitor of one rank in setup_environment(); set ``_watch`` nowhere.
     """
+    _before_configure(rank)
     strategy = rank.create_strategy()
 
     def look(when: str, ranks: int) -> None:
@@ -102,6 +105,16 @@ def attributes_of_a_run(rank: RankContext) -> None:
         look("after the set-up", strategy.world_size)
         rank.gather("looked")
     look("after the teardown", 1)
+
+
+def _before_configure(rank: RankContext) -> None:
+    strategy = rank.component.create()
+    if rank.size == 1:
+        numbers = (strategy.global_rank, strategy.local_rank, strategy.node_rank, strategy.world_size)
+        same("global, local and node rank, and world_size, of one process before configure()", numbers, (0, 0, 0, 1))
+    names = [name for name in ("accelerator", "precision", "checkpoint_io") if strategy.given[name] is None]
+    for name in (*names, "root_device"):
+        raises(f"{name} before configure()", ConfigurationError, lambda name=name: getattr(strategy, name))  # type: ignore[misc]
 
 
 class _Evaluated(Regression):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchhal.capabilities import LOSS_SCALING
-from torchhal.errors import ConfigurationError
+from torchhal.errors import ConfigurationError, TorchhalError
 from torchhal.precision import SinglePrecision
 from torchhal.resolve import check_fit, composition_of
 from torchhal_conformance._assertions import close, require, same
@@ -22,6 +22,7 @@ from torchhal_conformance.checks._strategy_run import (
     StrategyRun,
     batch,
     clipping,
+    reference,
     refused_alike,
     require_gradients,
     require_several_ranks,
@@ -107,10 +108,17 @@ class _Scales(SinglePrecision):
 def norm_of_scaled_gradients(rank: RankContext) -> None:
     """grad_norm is that of the gradients without the precision's scale, and the step after it is right.
 
+    So is the norm that clip_gradients returns, and clips by.
+
     Why: in 16-mixed the norm that hooks see is 65536 times too large; a rule that skips steps with a large norm skips
     every step.
     Fix: call unscale_gradients(optimizer) first.
     """
+    for clips in (False, True):
+        _step_with_a_norm(rank, clips)
+
+
+def _step_with_a_norm(rank: RankContext, clips: bool) -> None:
     precision = _Scales()
     try:
         strategy = rank.create_strategy(precision=precision)
@@ -126,12 +134,17 @@ def norm_of_scaled_gradients(rank: RankContext) -> None:
         if not precision.backwards:
             raise NotApplicable("the strategy doesn't go back through the precision")
         with clipping(rank):
-            norm = float(run.strategy.grad_norm(run.optimizer))
+            if clips:
+                told: Any = run.strategy.clip_gradients(run.optimizer, expected / 2)
+                nn.utils.clip_grad_norm_(plain.parameters(), expected / 2)
+            else:
+                told = run.strategy.grad_norm(run.optimizer)
         tolerance = tolerance_of(run.strategy, "gradient_norm", 1e-4)
-        close("the norm of gradients of a scaled loss", norm / expected, 1.0, tolerance)
+        name = "clip_gradients" if clips else "grad_norm"
+        close(f"the norm of gradients of a scaled loss, by {name}", float(told) / expected, 1.0, tolerance)
         run.strategy.optimizer_step(run.optimizer)
         torch.optim.SGD(plain.parameters(), lr=0.1).step()
-        run.require_weights("after a step of a scaled loss", plain)
+        run.require_weights(f"after {name} and a step of a scaled loss", plain)
 
 
 @check("STR-71", since="0.2", world_sizes=WORLD_SIZES, after=("STR-11",))
@@ -260,7 +273,8 @@ class _Experts(nn.Module):
 def ranks_of_other_branches(rank: RankContext) -> None:
     """sync_gradients averages each parameter's gradient with those of the same parameter, whichever a rank has.
 
-    One that a rank hasn't used counts as zero there. Or it is an error on every rank.
+    One that a rank hasn't used counts as zero there. Or it is an error on every rank. One that was frozen after its
+    backward is averaged too.
 
     Why: gradients that are joined by their place in a list are those of another layer on another rank.
     Fix: average every parameter in one order, or compare first which of them have gradients.
@@ -273,28 +287,35 @@ def ranks_of_other_branches(rank: RankContext) -> None:
     for number in range(2):
         (plain.loss(tuple(tensor[number::2] for tensor in data), number) / 2).backward()  # type: ignore[no-untyped-call]
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    with running(rank, _Experts(), may_refuse=True) as run:
-        require_whole_parameters(run)
-        strategy, module = run.strategy, run.module
-        rows = tuple(tensor.to(strategy.root_device)[rank.rank :: 2] for tensor in data)
-        with refused_alike(rank, "other branches") as refusal:
-            with strategy.no_backward_sync() or contextlib.nullcontext():
-                strategy.backward(module.loss(rows, rank.rank))
-            strategy.sync_gradients()
-        if refusal.reason:
-            raise NotApplicable(f"the strategy refuses ranks that use other parameters ({refusal.reason})")
-        require_gradients(module)
-        for name, parameter in module.named_parameters():
-            close(f"the averaged gradient of {name}", parameter.grad, expected[name], run.tolerance)
+    for frozen in (False, True):
+        with running(rank, _Experts(), may_refuse=True) as run:
+            require_whole_parameters(run)
+            strategy, module = run.strategy, run.module
+            rows = tuple(tensor.to(strategy.root_device)[rank.rank :: 2] for tensor in data)
+            with refused_alike(rank, "other branches") as refusal:
+                with strategy.no_backward_sync() or contextlib.nullcontext():
+                    strategy.backward(module.loss(rows, rank.rank))
+                if frozen:
+                    module.requires_grad_(False)
+                strategy.sync_gradients()
+            if refusal.reason:
+                raise NotApplicable(f"the strategy refuses ranks that use other parameters ({refusal.reason})")
+            require_gradients(module)
+            for name, parameter in module.named_parameters():
+                told = f"the averaged gradient of {name}" + ", which is frozen now" * frozen
+                close(told, parameter.grad, expected[name], run.tolerance)
 
 
 @check("STR-74", since="0.2", world_sizes=(1, 2), after=("STR-19",))
 def backward_of_some_inputs(rank: RankContext) -> None:
     """manual_backward(loss, inputs=...) gives gradients to these parameters, and to no others.
 
+    backward(loss, through=...) calls that function once in the place of loss.backward.
+
     Why: the generator was trained by the discriminator's loss.
     Fix: pass on all arguments of backward.
     """
+    _backward_of_the_module(rank)
     with running(rank, _Experts(), may_refuse=True) as run:
         require_whole_parameters(run)
         strategy, module = run.strategy, run.module
@@ -314,6 +335,25 @@ def backward_of_some_inputs(rank: RankContext) -> None:
         for name, parameter in module.experts[1].named_parameters():
             there = parameter.grad is not None and bool(parameter.grad.abs().sum() > 0)
             require(not there, f"experts.1.{name} has got a gradient, though it isn't among 'inputs'")
+
+
+def _backward_of_the_module(rank: RankContext) -> None:
+    """Check a step whose backward pass is a function of the module's own."""
+    calls: list[tuple[int, ...]] = []
+
+    def through(loss: torch.Tensor) -> None:
+        calls.append(tuple(loss.shape))
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    with running(rank, Regression()) as run:
+        run.strategy.zero_grad(run.optimizer)
+        loss = run.step(share(run.strategy, batch(rank, 0)), 0)
+        with refused_alike(rank, "a backward of the module's own", TorchhalError) as refusal:
+            run.strategy.backward(loss, through=through)
+        if not refusal.reason:
+            same("the shapes of the losses with which 'through' was called", calls, [()])
+            run.strategy.optimizer_step(run.optimizer)
+            run.require_weights("after a step whose backward was the module's own", reference(rank, 1)[0])
 
 
 @check("STR-75", since="0.2", world_sizes=(1, 2), after=("STR-22",))

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from torchhal.distributed.stores import PrefixStore
+from torchhal.errors import ConfigurationError
 from torchhal.precision import SinglePrecision
 from torchhal_conformance._assertions import close, raises, require, same
 from torchhal_conformance._check import NotApplicable, check
@@ -23,6 +24,7 @@ from torchhal_conformance.checks._strategy_run import (
     Regression,
     make_model,
     reference,
+    refused_alike,
     require_several_ranks,
     running,
 )
@@ -32,6 +34,8 @@ from torchhal_conformance.checks.trainer import children
 @check("STR-12", world_sizes=WORLD_SIZES)
 def one_zero(rank: RankContext) -> None:
     """Exactly one rank is the global zero, the same before and after the set-up; ranks are those of the environment.
+
+    That is the rank in the job, on its node, and the node's.
 
     Changed: torchhal has no rank_zero_only that could say something else than the strategy.
 
@@ -43,6 +47,10 @@ def one_zero(rank: RankContext) -> None:
     with rank.set_up_strategy(strategy):
         found = (before, strategy.is_global_zero, strategy.global_rank, strategy.world_size)
         everybody = rank.gather(found)
+        if strategy.cluster_environment is not None:
+            numbers = (strategy.local_rank, strategy.node_rank)
+            expected_here = (int(os.environ["LOCAL_RANK"]), int(os.environ["GROUP_RANK"]))
+            same("(local rank, node rank) of this rank", numbers, expected_here)
     expected = [(r == 0, r == 0, r, rank.size) for r in range(rank.size)]
     same("(zero before, zero after, global rank, world size) of each rank", everybody, expected)
 
@@ -158,6 +166,8 @@ def silent_before_setup(rank: RankContext) -> None:
 def foreign_group(rank: RankContext) -> None:
     """A process group that the user has made is used, and stays after teardown.
 
+    One that doesn't carry tensors of the device is a ConfigurationError of the set-up, or isn't needed.
+
     Why: a strategy that destroyed it took the rest of the program's communication with it.
     Fix: destroy a group only if the set-up made it.
     """
@@ -172,15 +182,23 @@ def foreign_group(rank: RankContext) -> None:
         value = torch.ones(1)
         dist.all_reduce(value)
         same("a sum afterwards", float(value), float(rank.size))
+    on_cpu = rank.component.make_accelerator().device_type == "cpu"
+    with (
+        group_of_the_user(rank, "meta:gloo" if on_cpu else "cpu:gloo"),
+        refused_alike(rank, "a group of another device", ConfigurationError),
+        rank.set_up_strategy() as strategy,
+    ):
+        got = strategy.reduce(torch.ones(1, device=strategy.root_device), "sum")
+        close("a sum beside the user's group of another device", got, [rank.size], 1e-6)
 
 
 @contextmanager
-def group_of_the_user(rank: RankContext) -> Iterator[None]:
-    """Let the program have a default process group of its own for the block."""
+def group_of_the_user(rank: RankContext, backend: str = "") -> Iterator[None]:
+    """Let the program have a default process group of its own for the block; by default one for the accelerator."""
     accelerator = rank.component.make_accelerator()
     kind = accelerator.device_type
-    backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{accelerator.backend}"
-    store = PrefixStore(f"foreign/{os.environ['TORCHHAL_CONFORMANCE_CALL']}", side_channel())
+    backend = backend or ("gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{accelerator.backend}")
+    store = PrefixStore(f"foreign/{os.environ['TORCHHAL_CONFORMANCE_CALL']}/{backend}", side_channel())
     dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.size, timeout=timedelta(seconds=20))
     try:
         yield

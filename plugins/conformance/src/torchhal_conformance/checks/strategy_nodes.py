@@ -1,14 +1,16 @@
-"""STR-91, STR-92, STR-96: jobs on several nodes, of one rank each or of unequal size."""
+"""STR-53, STR-91, STR-92, STR-96: jobs on several nodes, and numbers that are known when the ranks have met."""
 
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import torch
 
+from torchhal.cluster import RanksNotMetError, TorchElasticEnvironment
 from torchhal.errors import ConfigurationError, UnsupportedCombinationError
 from torchhal.resolve import check_fit, composition_of
 from torchhal.strategies import Strategy
@@ -38,6 +40,82 @@ def _create_on_two_nodes(rank: RankContext) -> Strategy:
     require(not any(told), f"the strategy refuses two nodes on one of them alone: {max(told, key=len)}")
     assert strategy is not None
     return strategy
+
+
+class _Meets(TorchElasticEnvironment):
+    """An environment whose ranks determine the numbers of nodes, and of their processes, when they meet."""
+
+    def __init__(self) -> None:
+        self.waits: list[timedelta] = []
+        self.told: set[tuple[int, int]] = set()
+
+    def configure(self, num_nodes: int, local_world_size: int) -> None:
+        self.told.add((num_nodes, local_world_size))
+
+    def validate_settings(self, *, num_devices: int, num_nodes: int) -> None:
+        self.told.add((num_nodes, num_devices))
+
+    def join(self, timeout: timedelta) -> None:
+        self.waits.append(timeout)
+
+    def num_nodes(self) -> int:
+        return self._met(super().num_nodes())
+
+    def local_world_size(self) -> int:
+        return self._met(super().local_world_size())
+
+    def node_rank(self) -> int:
+        return self._met(super().node_rank())
+
+    def _met(self, number: int) -> int:
+        if not self.waits:
+            raise RanksNotMetError("the ranks have not met yet")
+        return number
+
+
+@check("STR-53", since="0.2", world_sizes=(2,), after=("STR-12",))
+def numbers_of_the_meeting(rank: RankContext) -> None:
+    """The environment's join() is called on every rank, with the strategy's timeout, before its numbers are needed.
+
+    make_launcher() calls it, and setup_environment() in a loop that makes none. What left_to_launcher names is then as
+    the environment says: num_nodes, and as many devices as the node has processes, where each process drives one. The
+    environment is told these numbers afterwards.
+
+    Why: under mpirun the number of nodes is known when the ranks have met: a job on two nodes was taken for one node.
+    Fix: call the inherited make_launcher() and setup_environment().
+    """
+    for nodes in (1, 2):
+        local = rank.size // nodes
+        if nodes == 1 and rank.component.one_per_node:
+            continue
+        place = _place_on_a_node(0, 1, rank.rank) if nodes == 2 else nullcontext()
+        with place:
+            strategy = _create_on_two_nodes(rank) if nodes == 2 else rank.create_strategy()
+            environment = _Meets()
+            strategy.cluster_environment, strategy.num_nodes = environment, 1
+            if getattr(strategy, "environment", None) is not environment:
+                raise NotApplicable("it starts no processes, or has an environment of its own")
+            given = strategy.devices[:1]
+            strategy.devices, strategy.left_to_launcher = list(given), frozenset({"devices", "num_nodes"})
+            strategy.make_launcher()
+            _require_met("make_launcher()", strategy, environment)
+            same(f"num_nodes after make_launcher() on {nodes} node(s)", strategy.num_nodes, nodes)
+            drives = local if strategy.num_local_processes(local) == local else len(given)
+            same(f"devices after make_launcher() of {local} processes on the node", len(strategy.devices), drives)
+            processes = strategy.num_local_processes(drives)
+            told = "the nodes and their processes that the environment is told in configure() and validate_settings()"
+            same(told, environment.told, {(nodes, processes)})
+            other = rank.create_strategy(one_per_node=nodes == 2)
+            other.cluster_environment = environment = _Meets()
+            with rank.set_up_strategy(other):
+                _require_met("setup_environment()", other, environment)
+                got = other.reduce(torch.ones(1, device=other.root_device), "sum")
+                close("a sum over ranks that have met", got.cpu(), [rank.size], 1e-6)
+
+
+def _require_met(caller: str, strategy: Strategy, environment: _Meets) -> None:
+    require(environment.waits, f"{caller} doesn't call the environment's join()")
+    same(f"the timeout of join() in {caller}", set(environment.waits), {strategy.timeout})
 
 
 @check("STR-91", since="0.2", world_sizes=(2,), after=("STR-28",))

@@ -69,6 +69,9 @@ def resharded_rank_state(rank: RankContext) -> None:
         run.train(0, 3)
         states = states_of_ranks(rank, run.strategy)
         check_resharding(run.strategy, states, lambda: rank_state_of(run.strategy))
+        if rank.component.cls.reshard_rank_state.__qualname__ == "StrategyState.reshard_rank_state":  # no rule here
+            states = [{"error": float(number)} for number in range(2)]
+            check_resharding(run.strategy, states, lambda: rank_state_of(run.strategy))
         rank.gather("done")
 
 

@@ -86,17 +86,28 @@ class _Normed(Regression):
 def batch_norms_of_all_ranks(rank: RankContext) -> None:
     """With sync_batchnorm a batch norm computes over the batches of all ranks, as in one process, or it is refused.
 
-    check_sync_batchnorm() refuses it, before anything is started.
+    check_sync_batchnorm() refuses it, before anything is started. Where it is inherited, it does so for several ranks
+    without synchronizes_batchnorms, and never with it. A module that another one has replaced normalizes by its own
+    batch again.
 
     Why: each rank normalized by a share of the batch, and the statistics that were saved were rank 0's.
     Fix: return the group of the ranks with other samples from batch_group(); refuse in check_sync_batchnorm().
     """
+    if rank.component.cls.check_sync_batchnorm.__qualname__ == "ParallelStrategy.check_sync_batchnorm":
+        _refuse_by_declaration(rank)
     strategy = rank.create_strategy()
     try:
         strategy.check_sync_batchnorm(rank.size)
     except UnsupportedCombinationError as error:
         raise NotApplicable(f"the strategy refuses it: {error}") from error
     strategy.sync_batchnorm = True
+    with rank.set_up_strategy(strategy):
+        replaced = _Normed()
+        for module in (replaced, _Normed()):
+            strategy.connect(module)
+        own = rank.random(4, 2, seed=rank.rank)
+        close("a batch norm of a module that was replaced", replaced.norm(own), nn.BatchNorm1d(2)(own), 1e-6)
+        rank.gather("normalized")
     with running(rank, _Normed(), strategy=strategy, may_refuse=True) as run:
         share_of = strategy.distributed_sampler_kwargs
         alone = share_of is None or share_of["num_replicas"] == 1  # or ranks with parts of one model see one batch
@@ -111,6 +122,18 @@ def batch_norms_of_all_ranks(rank: RankContext) -> None:
                 break
             expected.norm.running_var = weights.get("norm.running_var", expected.norm.running_var)
             run.require_weights(after, expected, 1e-4)
+
+
+def _refuse_by_declaration(rank: RankContext) -> None:
+    _declaring(rank.create_strategy(), synchronizes_batchnorms=True).check_sync_batchnorm(2)
+    strategy = _declaring(rank.create_strategy(), synchronizes_batchnorms=False)
+    strategy.check_sync_batchnorm(1)
+    told = "check_sync_batchnorm(2) of a class that declares no synchronizes_batchnorms"
+    raises(told, UnsupportedCombinationError, lambda: strategy.check_sync_batchnorm(2))
+    if rank.component.cls.batch_group.__qualname__ == "ParallelStrategy.batch_group":
+        with rank.set_up_strategy(strategy):
+            require(strategy.batch_group() is None, "batch_group() of such a class isn't None")
+            rank.gather("looked")
 
 
 def _compare_statistics(after: str, weights: Any, norm: Any, samples: int, steps: int) -> None:

@@ -35,8 +35,8 @@ def interrupted_accumulation(rank: RankContext) -> None:
     """accumulated_gradients() returns on every rank what was accumulated on all; another object continues from it.
 
     They are tensors on the CPU by the names of the parameters, and state_dict() has what else the step needs. The
-    accumulation goes on after the call too. A strategy whose engine keeps the gradients returns none, and warns on rank
-    0 that a resumed run steps without them.
+    accumulation goes on after the call too, and after a load, which leaves what it is given as it was. A strategy whose
+    engine keeps the gradients returns none, and warns on rank 0 that a resumed run steps without them.
 
     Why: a checkpoint in the middle of an accumulation loses the gradients of a part of the batch.
     Fix: average what no_backward_sync() kept back, in sync_gradients().
@@ -69,11 +69,13 @@ def interrupted_accumulation(rank: RankContext) -> None:
         run.require_weights("after the interrupted step", reference(rank, 1)[0])
     with running(rank) as run:
         run.strategy.load_state_dict(rank.gather(state)[0])
-        run.strategy.load_accumulated_gradients(rank.gather(kept)[0])
+        given = rank.gather(kept)[0]
+        run.strategy.load_accumulated_gradients(given)
         load_rank_state(rank, run.strategy, ranks)
         _accumulate(rank, run, PARTS - 1, PARTS)
         run.strategy.optimizer_step(run.optimizer)
         run.require_weights("after the continued step", reference(rank, 1)[0])
+        same("the gradients that load_accumulated_gradients() was given, a step later", given, rank.gather(kept)[0])
 
 
 def _accumulate(rank: RankContext, run: StrategyRun, first: int, end: int) -> None:

@@ -195,6 +195,8 @@ class _ByHand(Regression):
 def two_optimizers(rank: RankContext) -> None:
     """Two optimizers, stepped by the module itself through manual_backward, train as in one process.
 
+    ``gradients_synced``, where the strategy has it, is true then, and false in the next life.
+
     Why: wrappers average the gradients of the forward that they saw, and a second backward got none.
     Fix: average in manual_backward; refuse manual optimization where that can't be done.
     """
@@ -221,6 +223,10 @@ def two_optimizers(rank: RankContext) -> None:
             step(share(strategy, batch(rank, number)), number)
         tolerance = tolerance_of(strategy, "weights", TOLERANCE)
         weights_close("after three steps of two optimizers", values(strategy), plain, tolerance)
+        require(getattr(strategy, "gradients_synced", True), "gradients_synced is false after manual_backward()")
+    with rank.set_up_strategy(strategy):
+        strategy.connect(_ByHand())
+        require(not getattr(strategy, "gradients_synced", False), "gradients_synced is true in a new life's beginning")
 
 
 @check("STR-20", world_sizes=(2,), timeout=45, after=("STR-14",))
@@ -282,12 +288,19 @@ class _Empty(nn.Module):
 def odd_modules(rank: RankContext) -> None:
     """A module without parameters is set up; one on the meta device works or is refused on every rank alike.
 
+    The context of no_backward_sync() can be entered for the former, too; the latter is refused by a ModelError.
+
     Why: wrappers refuse a module with nothing to train, and an evaluation needs none.
     Fix: skip the wrapper where nothing requires a gradient; name what has no values.
     """
     outcome = ""
     try:
         with running(rank, _Empty()) as run:
+            paused = run.strategy.no_backward_sync()
+            if paused is not None:
+                for _ in range(2):
+                    with paused:
+                        pass
             run.strategy.barrier("conformance")
     except ConfigurationError as error:
         if not rank.component.arguments:
@@ -302,10 +315,15 @@ def odd_modules(rank: RankContext) -> None:
         with rank.set_up_strategy() as strategy:
             strategy.connect(empty)
             strategy.setup_model()
-    except Exception as error:
+    except NotApplicable:
+        raise
+    except ModelError as error:
         outcome = f"{type(error).__name__}: {error}"
+    except Exception as error:
+        outcome = f"no ModelError, but {type(error).__name__}: {error}"
     outcomes = rank.gather(outcome)
     require(len({bool(one) for one in outcomes}) == 1, f"some ranks raised, others didn't: {outcomes}")
+    require(not outcome.startswith("no "), f"a module on the meta device was refused by {outcome}")
 
 
 @check("STR-42", world_sizes=(2,))
