@@ -23,7 +23,7 @@ from torchhal.errors import CheckpointCorruptError, ModelError
 if TYPE_CHECKING:
     from torchhal import Trainer
 
-__all__ = ["DataModule", "HasHyperparameters", "Module", "ModuleHooks"]
+__all__ = ["DataModule", "Module", "ModuleHooks"]
 
 
 class Module(HasHyperparameters, ModuleHooks, nn.Module):

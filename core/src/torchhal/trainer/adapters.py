@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchhal._overrides import declares_hooks, implements
+from torchhal._saved_hyperparameters import HasHyperparameters
 from torchhal.resolve import Request
 from torchhal.trainer._run_data import reload_data
 from torchhal.trainer._run_part import RunPart
@@ -29,6 +30,7 @@ from torchhal.trainer.run import Run
 
 __all__ = [
     "CompoundLoader",
+    "HasHyperparameters",
     "ModelAdapter",
     "Request",
     "Run",
