@@ -318,12 +318,13 @@ def average_in_ranks(folder):
     found = []
     for callbacks, ckpt_path in (([Save()], None), ([], path)):
         _, model = fit(StochasticWeightAveraging(0.05, 3), *callbacks, ckpt_path=ckpt_path, **options)
-        found.append({name: value.detach().clone() for name, value in model.named_parameters()})
-        found[-1]["batches"] = model.body[1].num_batches_tracked.clone()
+        found.append({name: value.detach().cpu().clone() for name, value in model.named_parameters()})
+        found[-1]["batches"] = model.body[1].num_batches_tracked.cpu().clone()
     return found
 
 
 @pytest.mark.slow_on_sim
+@pytest.mark.usefixtures("accelerator")
 def test_ranks(world2, tmp_path):
     """All ranks have the same average, and continue it exactly."""
     (whole, again), (other, _) = world2.run(average_in_ranks, str(tmp_path))

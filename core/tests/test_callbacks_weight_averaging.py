@@ -51,8 +51,7 @@ ROWS = torch.randn(16, 2, generator=torch.Generator().manual_seed(1))
 
 
 def state_of(module):
-    state = module.state_dict().items()
-    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value.clone() for name, value in state}
+    return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
 
 
 def loader():
@@ -123,6 +122,14 @@ def test_equals_a_plain_loop(callback, due, options):
     for seen, average in zip(model.seen[late:], averages, strict=False):
         assert same(seen, average)
     assert same(state_of(model), averages[-1])
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("callback", [WeightAveraging, EMAWeightAveraging])
+def test_counters_are_averaged_on_any_device(callback):
+    """A batch norm counts its batches in integers."""
+    trainer, model = fit(callback(), max_epochs=1, validate=False)
+    assert 0 < int(model.body[1].num_batches_tracked) < 4 == trainer.global_step
 
 
 def test_training_is_the_same():
@@ -367,23 +374,8 @@ def test_pickles():
 # -- ranks -----------------------------------------------------------------------------------------------------------
 
 
-class Ranked(Net):
-    tensor_parallel_plan = {"body.0": "colwise", "body.2": "rowwise"}
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
-
-    def forward(self, batch):
-        return self.body(batch)
-
-    def loss(self, batch):
-        return self(batch).pow(2).mean()
-
-
-def average_in_ranks(folder, strategy, plugins):
-    path = f"{folder}/here.ckpt"
-    options = {"devices": 2, "strategy": strategy, "plugins": plugins, "model": None}
+def average_in_ranks(folder):
+    path, options = f"{folder}/here.ckpt", {"devices": 2, "strategy": "ddp"}
 
     def save(trainer, module, *args):
         if trainer.global_step == 3:
@@ -391,16 +383,17 @@ def average_in_ranks(folder, strategy, plugins):
 
     found = []
     for callbacks, ckpt_path in (([LambdaCallback(on_train_batch_end=save)], None), ([], path)):
-        options["model"] = model = Ranked()
-        fit(EMAWeightAveraging(decay=0.9), *callbacks, ckpt_path=ckpt_path, **options)
+        model = Net()
+        fit(EMAWeightAveraging(decay=0.9), *callbacks, model=model, ckpt_path=ckpt_path, **options)
         found.append((state_of(model), model.seen))
     return found
 
 
 @pytest.mark.slow_on_sim
-@pytest.mark.parametrize("strategy", ["ddp"])
-def test_ranks(world2, tmp_path, strategy):
-    """All ranks have the same average, in validations and at the end, and continue it exactly."""
-    (first, again), (other, _) = world2.run(average_in_ranks, str(tmp_path), strategy, None)
-    assert same(first[0], other[0]) and same(first[0], again[0])
+@pytest.mark.usefixtures("accelerator")
+def test_ranks(world2, tmp_path):
+    """All ranks train and average alike, but for the statistics of their own batches; rank 0's are continued."""
+    (first, again), (other, _) = world2.run(average_in_ranks, str(tmp_path))
+    assert all(torch.equal(first[0][name], other[0][name]) for name, _ in Net().named_parameters())
+    assert same(first[0], again[0])
     assert all(same(one, two) for one, two in zip(first[1][1:], again[1], strict=True))

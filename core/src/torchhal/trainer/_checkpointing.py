@@ -157,7 +157,7 @@ def read_checkpoint(run: Run, path: str) -> dict[str, Any]:
             run.adapters.bind_callback(callback, "on_load_checkpoint")(run.trainer, module, checkpoint)
     if implements(module, "on_load_checkpoint"):
         module.on_load_checkpoint(checkpoint)
-    if training and "current_model_state" in checkpoint:
+    if training and adapter is None and "current_model_state" in checkpoint:
         run.warn_once(
             f"{path!r} holds an average of the weights, and beside it those of training, which only a WeightAveraging "
             "callback continues from: without one the fit goes on with the average"

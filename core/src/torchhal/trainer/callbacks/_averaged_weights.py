@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn, get_swa_multi_avg_fn
 
 
 class AveragedWeights:
@@ -29,6 +29,8 @@ class AveragedWeights:
             holder.register_parameter(str(index), nn.Parameter(tensor.clone(), requires_grad=False))
         for index, tensor in enumerate(_buffers(module)):
             holder.register_buffer(f"buffer{index}", tensor.clone())
+        if options.get("avg_fn") is None and options.get("multi_avg_fn") is None:
+            options["multi_avg_fn"] = _mean
         self._model = AveragedModel(holder, device=device, **options)
 
     @property
@@ -92,6 +94,16 @@ class AveragedWeights:
 
     def _pairs(self, module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         return zip(self._tensors(), itertools.chain(_parameters(module), _buffers(module)), strict=True)
+
+
+def _mean(averages: Sequence[Tensor], weights: Sequence[Tensor], count: Tensor) -> None:
+    """Let all states count alike, as ``AveragedModel`` does by default; off the CPU that fails for integer buffers."""
+    if averages[0].is_floating_point() and not averages[0].is_cpu:
+        get_swa_multi_avg_fn()(averages, weights, count)  # type: ignore[no-untyped-call]
+        return
+    mean = get_swa_avg_fn()  # type: ignore[no-untyped-call]
+    for average, weight in zip(averages, weights, strict=True):
+        average.copy_(mean(average, weight, count))
 
 
 class _Held:
