@@ -6,6 +6,7 @@ from datetime import timedelta
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from zoo import caught_by
 
 from torchhal.distributed import collectives
@@ -26,6 +27,15 @@ class RemembersTheLastLife(DDPStrategy):
         synced = self.gradients_synced
         super().connect(module)
         self.gradients_synced = synced
+
+
+@caught_by("STR-39", says="a second teardown")
+class DestroysWhatItFinds(DDPStrategy):
+    def teardown(self):
+        ended = self.module is None and not self.is_set_up
+        super().teardown()
+        if ended and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 @caught_by("STR-39", says="cannot be called on meta tensors")
