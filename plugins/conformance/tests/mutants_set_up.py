@@ -6,6 +6,7 @@ from datetime import timedelta
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from zoo import caught_by
 
 from torchhal.distributed import collectives
@@ -26,6 +27,15 @@ class RemembersTheLastLife(DDPStrategy):
         synced = self.gradients_synced
         super().connect(module)
         self.gradients_synced = synced
+
+
+@caught_by("STR-39", says="a second teardown")
+class DestroysWhatItFinds(DDPStrategy):
+    def teardown(self):
+        ended = self.module is None and not self.is_set_up
+        super().teardown()
+        if ended and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 @caught_by("STR-39", says="cannot be called on meta tensors")
@@ -167,12 +177,28 @@ class GoesBackByItself(DDPStrategy):
         super().backward(loss, *args, **kwargs)
 
 
+@caught_by("STR-81", says="mode=3")
+class TakesAnyWord(DDPStrategy):
+    def check_scheduler_state(self, config, state):
+        own = config.scheduler.state_dict()
+        words = {name: value for name, value in own.items() if isinstance(value, str)}
+        super().check_scheduler_state(config, {**state, **words})
+
+
 @caught_by("STR-90", says="an optimizer of its own list")
 class KnowsTorchsOptimizersAlone(DDPStrategy):
     def load_optimizer_state(self, optimizer, state):
         if not type(optimizer).__module__.startswith("torch."):
             raise TypeError("it must be an optimizer of its own list")
         super().load_optimizer_state(optimizer, state)
+
+
+@caught_by("STR-93", says="different paths")
+class WritesWhereItIsTold(DDPStrategy):
+    def save_checkpoint(self, checkpoint, path, *, storage_options=None):
+        if "sharded" not in self.checkpoint_io.features:
+            return super().save_checkpoint(checkpoint, path, storage_options=storage_options)
+        self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
 
 @caught_by("STR-95", says="by clip_gradients")

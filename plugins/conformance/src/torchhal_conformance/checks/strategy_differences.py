@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from torchhal.errors import TorchhalError
+from torchhal.errors import CheckpointMismatchError, TorchhalError
 from torchhal.precision import SinglePrecision
 from torchhal.strategies import StepResult, Strategy
 from torchhal_conformance._assertions import close, raises, require, same
@@ -207,6 +208,8 @@ def step_that_raises(rank: RankContext) -> None:
 def two_schedulers(rank: RankContext) -> None:
     """load_scheduler_state restores the scheduler that it is given, of two of one class too, and no other one.
 
+    A scheduler that chains others, or waits for a metric, takes its own state; a number in place of a word is refused.
+
     Why: of a GAN's two schedules the first one got both states, and the second one began anew.
     Fix: load into config.scheduler.
     """
@@ -227,6 +230,15 @@ def two_schedulers(rank: RankContext) -> None:
             found = strategy.scheduler_state(config)
             same(f"the position of scheduler {number} after a load", found["last_epoch"], 3 + number)
             close(f"the rates of scheduler {number} after a load", found["_last_lr"], [0.01 * (1 + number)], 1e-9)
+        lr_scheduler, optimizer = torch.optim.lr_scheduler, strategy.optimizers[0]
+        steps = [lr_scheduler.ConstantLR(optimizer), lr_scheduler.StepLR(optimizer, step_size=1)]
+        chained = SimpleNamespace(scheduler=lr_scheduler.SequentialLR(optimizer, steps, milestones=[2]))
+        plateau = SimpleNamespace(scheduler=lr_scheduler.ReduceLROnPlateau(optimizer))
+        for config in (chained, plateau):
+            strategy.load_scheduler_state(config, copy.deepcopy(strategy.scheduler_state(config)))
+        wrong = {**strategy.scheduler_state(plateau), "mode": 3}
+        told = "load_scheduler_state with mode=3"
+        raises(told, CheckpointMismatchError, lambda: strategy.load_scheduler_state(plateau, wrong), "mode")
 
 
 @check("STR-86", since="0.2", world_sizes=(2,), after=("STR-39",))

@@ -24,7 +24,7 @@ class _Refuses(TorchElasticEnvironment):
         raise ConfigurationError("the job has another size")
 
 
-@check("STR-98", since="0.2", world_sizes=(1,))
+@check("STR-98", since="0.2", world_sizes=(1, 2))
 def components_of_the_constructor(rank: RankContext) -> None:
     """Components that the constructor is given are the strategy's, and are in ``given``.
 

@@ -166,14 +166,20 @@ def silent_before_setup(rank: RankContext) -> None:
 def foreign_group(rank: RankContext) -> None:
     """A process group that the user has made is used, and stays after teardown.
 
-    One that doesn't carry tensors of the device is a ConfigurationError of the set-up, or isn't needed.
+    Also after one more teardown of a strategy whose run was before. A group that doesn't carry tensors of the device is
+    a ConfigurationError of the set-up, or isn't needed.
 
     Why: a strategy that destroyed it took the rest of the program's communication with it.
     Fix: destroy a group only if the set-up made it.
     """
     require_several_ranks(rank)
+    with rank.set_up_strategy() as earlier:
+        earlier.barrier("conformance")
     with group_of_the_user(rank):
         group = dist.group.WORLD
+        earlier.teardown()
+        still_there = dist.is_initialized() and dist.group.WORLD is group
+        require(still_there, "a second teardown of an earlier run destroyed the user's process group")
         with rank.set_up_strategy() as strategy:
             got = strategy.reduce(torch.ones(1, device=strategy.root_device), "sum")
             close("a sum over the user's group", got, [rank.size], 1e-6)

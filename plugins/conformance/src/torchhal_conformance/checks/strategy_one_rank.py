@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchhal.checkpoint import TorchCheckpointIO
-from torchhal.errors import DistributedError, TorchhalError
+from torchhal.errors import CheckpointError, DistributedError, TorchhalError
 from torchhal.strategies import Strategy
-from torchhal_conformance._assertions import close, require, same
+from torchhal_conformance._assertions import close, raises, require, same
 from torchhal_conformance._check import NotApplicable, check
 from torchhal_conformance._limits import scaled
 from torchhal_conformance._rank_context import RankContext
@@ -237,6 +237,8 @@ class _FullDisk(TorchCheckpointIO):
 def save_that_fails(rank: RankContext) -> None:
     """save_checkpoint raises on every rank at once where the IO fails on the rank that saves.
 
+    So it does where ranks give a sharded IO different paths.
+
     Why: a full disk ends as a hang: the other ranks wait in a barrier for one that has raised.
     Fix: tell all ranks whether the save has worked, in the place of a barrier.
     """
@@ -252,6 +254,17 @@ def save_that_fails(rank: RankContext) -> None:
         require(took < scaled(10.0), f"save_checkpoint on a full disk took {took:.0f} s")
         told = rank.gather(outcome)
         require(all(told), f"save_checkpoint must raise on every rank where the disk is full (got {told})")
+    with rank.set_up_strategy(checkpoint_io=_Shards()) as strategy:
+        path = os.path.join(rank.folder, f"shards-{rank.rank}")
+        told_other = "save_checkpoint of ranks that give a sharded IO different paths"
+        raises(told_other, CheckpointError, lambda: strategy.save_checkpoint({"w": torch.ones(2)}, path))
+        rank.gather("refused")
+
+
+class _Shards(TorchCheckpointIO):
+    """An IO that every rank calls."""
+
+    features = TorchCheckpointIO.features | {"sharded"}
 
 
 class _Normalized(Regression):
