@@ -440,3 +440,9 @@ class Trainer(TrainerProperties):
         finally:
             if after_the_run:
                 strategy.teardown()
+
+    def _save_alone(self, path: str) -> None:
+        """Write the run as this rank has it, without the other ranks, which may hang or be gone."""
+        io = self.strategy.checkpoint_io
+        io.save_checkpoint(checkpointing.dump_checkpoint(self._run, alone=True), path)
+        io.wait()

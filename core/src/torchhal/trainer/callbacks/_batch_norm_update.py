@@ -16,16 +16,17 @@ from torchhal.trainer.data._batch_transfer import batch_transfer
 from torchhal.trainer.data._iterators import close_iterator
 
 if TYPE_CHECKING:
-    from torchhal.trainer.run import Run
+    from torchhal import Trainer
 
 
 @torch.no_grad()
-def update_batch_norms(run: Run, module: Any) -> None:
+def update_batch_norms(trainer: Trainer, module: Any) -> None:
     """Run ``training_step`` on each training batch of an epoch, in training mode, so that batch norms average over all.
 
     Every rank must call, when the epochs of a fit are over. As :func:`torch.optim.swa_utils.update_bn` does, but for
     any kind of batch. Nothing is logged.
     """
+    run = trainer._run
     data = run.progress.data
     assert data is not None
     step = adapt_step(run.strategy.step_function("training_step"), module.training_step, several_loaders=False)
@@ -37,18 +38,18 @@ def update_batch_norms(run: Run, module: Any) -> None:
     unknown = data.loader_length is None and run.world_size > 1
     hook, run.current_hook = run.current_hook, "training_step"
     try:
-        with _averaging_all(module), _without_logging(run):
-            for batch_idx, batch in enumerate(_together(run, limited) if unknown else limited):
+        with _averaging_all(module), _without_logging(trainer):
+            for batch_idx, batch in enumerate(_together(trainer, limited) if unknown else limited):
                 step(batch if transfer is None else transfer(batch, 0), batch_idx, 0)
     finally:
         close_iterator(batches)
         run.current_hook = hook
 
 
-def _together(run: Run, batches: Iterator[Any]) -> Iterator[Any]:
+def _together(trainer: Trainer, batches: Iterator[Any]) -> Iterator[Any]:
     """Yield the batches of a loader without a length until it ends on any rank."""
     nothing = object()
-    while run.strategy.reduce_boolean_decision((batch := next(batches, nothing)) is not nothing):
+    while trainer.strategy.reduce_boolean_decision((batch := next(batches, nothing)) is not nothing):
         yield batch
 
 
@@ -68,9 +69,9 @@ def _averaging_all(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _without_logging(run: Run) -> Iterator[None]:
+def _without_logging(trainer: Trainer) -> Iterator[None]:
     """Drop what ``self.log`` is given inside: the epochs, and their values, are over."""
-    results: Any = run.results
+    results: Any = trainer.results
     results.log = lambda *args, **kwargs: None
     try:
         yield

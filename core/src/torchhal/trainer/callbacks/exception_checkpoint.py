@@ -9,7 +9,6 @@ from torchhal._arguments import check_path
 from torchhal.checkpoint.base import DEFAULT_EXTENSION
 from torchhal.errors import ConfigurationError, RankFailedError
 from torchhal.strategies import Strategy
-from torchhal.trainer._checkpointing import dump_checkpoint
 from torchhal.trainer._unknown_arguments import explain_unknown_arguments
 from torchhal.trainer.callbacks._checkpoint_files import check_writable, join, normal_folder
 from torchhal.trainer.callbacks._rank_agreement import decide_on_rank_zero
@@ -84,9 +83,7 @@ class OnExceptionCheckpoint(Callback):
             strategy.wait_for_checkpoints()
         elif trainer.is_global_zero or not isinstance(exception, RankFailedError):
             # Neither a collective nor the other ranks: they may be in another one, or gone.
-            checkpoint = dump_checkpoint(trainer._run, alone=True)
-            strategy.checkpoint_io.save_checkpoint(checkpoint, path)
-            strategy.checkpoint_io.wait()
+            trainer._save_alone(path)
         else:
             return
         trainer.announce(f"fit ended by {type(exception).__name__}, after which {path!r} was saved")

@@ -178,7 +178,7 @@ class StochasticWeightAveraging(Callback):
         if self._n_averaged:
             self._average_of(module).copy_parameters_to(module)
             if any(isinstance(each, _BatchNorm) for each in module.modules()):
-                update_batch_norms(trainer._run, module)
+                update_batch_norms(trainer, module)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
