@@ -65,6 +65,7 @@ def same(one, other):
     return all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
 
 
+@pytest.mark.filterwarnings("error")
 def test_equals_a_plain_loop():
     trainer, model = fit(BackboneFinetuning(2, backbone_initial_ratio_lr=0.1))
     plain = Net()
@@ -188,7 +189,7 @@ def test_another_trainer_begins_anew():
 
 
 def test_warns_of_an_optimizer_that_has_all():
-    with pytest.warns(UserWarning, match="the Adam has 6 of the parameters to unfreeze already"):
+    with pytest.warns(UserWarning, match="the Adam has 4 of the parameters to unfreeze already"):
         fit(BackboneFinetuning(1), model=Net(filters=False), max_epochs=2)
 
 

@@ -131,8 +131,7 @@ class BaseFinetuning(Callback):
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return those of ``params`` that ``optimizer`` doesn't have; warn if it has some."""
-        present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        given = list(params)
+        present, given = _ids(optimizer), list(params)
         missing = [parameter for parameter in given if id(parameter) not in present]
         if len(missing) < len(given):
             warnings.warn(
@@ -160,10 +159,13 @@ class BaseFinetuning(Callback):
             initial_denom_lr: see ``lr``.
             train_bn: add the parameters of batch norms too.
         """
+        trained = {id(each) for each in BaseFinetuning.filter_params(modules)} & _ids(optimizer)  # such as batch norms
         BaseFinetuning.make_trainable(modules)
         rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
-        parameters = BaseFinetuning.filter_params(modules, train_bn=train_bn)
-        if added := BaseFinetuning.filter_on_optimizer(optimizer, parameters):
+        unfrozen = [
+            each for each in BaseFinetuning.filter_params(modules, train_bn=train_bn) if id(each) not in trained
+        ]
+        if added := BaseFinetuning.filter_on_optimizer(optimizer, unfrozen):
             optimizer.add_param_group({"params": added, "lr": rate})
 
     # -- hooks -------------------------------------------------------------------------------------------------------
@@ -216,6 +218,10 @@ class BaseFinetuning(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._epoch = int(state_dict["epoch"])
         self._added, self._tracking = dict(state_dict["param_groups"]), dict(state_dict["tracking"])
+
+
+def _ids(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _batch_norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
