@@ -175,3 +175,23 @@ def test_a_step_of_ones_own(pl, tmp_path):
         with open(tmp_path / str(number) / "version_0" / "metrics.csv") as file:
             rows = [row for row in csv.DictReader(file) if row["mine"]]
         assert [row["step"] for row in rows] == ["100", "101", "102"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loaders_that_are_made_anew(pl, workers):
+    class Makes(models(pl)["Plain"]):
+        def train_dataloader(self):
+            return DataLoader(dataset(), 8, shuffle=True, num_workers=workers)
+
+        def val_dataloader(self):
+            return DataLoader(dataset(24, 6), 8)
+
+    theirs, mine = made(Makes), made(Makes)
+    for trainer_of, module in ((pl.Trainer, theirs), (torchhal.Trainer, mine)):
+        torch.manual_seed(1)
+        trainer = trainer_of(
+            accelerator="cpu", devices=1, max_epochs=3, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, reload_dataloaders_every_n_epochs=1,
+        )  # fmt: skip
+        trainer.fit(module)
+    same(mine, theirs)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils import _pytree
 from torch.utils.data import DataLoader
 
@@ -103,9 +106,25 @@ def begin_once(loaders: Any) -> None:
 
     It asks whether one can; a loader that shuffles itself draws then, and its epochs have other orders without it.
     """
-    for loader in loaders.loaders if isinstance(loaders, CompoundLoader) else _pytree.tree_leaves(loaders):
-        if is_loader(loader) and not isinstance(loader, DataLoader):
+    for loader in _each(loaders):
+        if not isinstance(loader, DataLoader):
             iter(loader)
+
+
+def draw_as_iterators(loaders: Any) -> None:
+    """Draw the random numbers that an iterator of each loader draws as it is made; a DataLoader starts no workers."""
+    for loader in _each(loaders):
+        if not isinstance(loader, DataLoader):
+            iter(loader)
+            continue
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # the workers' seed
+        if loader.num_workers and loader.batch_sampler is not None:  # which get their first batches at once
+            deque(islice(loader.batch_sampler, loader.num_workers * (loader.prefetch_factor or 2)), maxlen=0)
+
+
+def _each(loaders: Any) -> Iterator[Any]:
+    found = loaders.loaders if isinstance(loaders, CompoundLoader) else _pytree.tree_leaves(loaders)
+    return filter(is_loader, found)
 
 
 def _reads(value: Any) -> bool:

@@ -11,7 +11,7 @@ import torchhal
 from torchhal.trainer.adapters import ModelAdapter, Request, Run, declares_hooks, implements
 from torchhal.trainer.callbacks import PredictionWriter
 from torchhal_lightning import _trees as trees
-from torchhal_lightning._combined_loaders import begin_once, combined
+from torchhal_lightning._combined_loaders import begin_once, combined, draw_as_iterators
 from torchhal_lightning._dataloader_iter import draws_batches, fed
 from torchhal_lightning._finders import Finders
 from torchhal_lightning._lightning_checkpoints import VERSION, from_lightning, is_lightnings
@@ -136,6 +136,8 @@ class LightningAdapter(ModelAdapter):
     def adapt_loaders(self, stage: str, loaders: Any) -> Any:
         adapted = combined(stage, loaders)
         if stage == "train":
+            if self.run.progress.total_batches:  # loaded anew, of which Lightning makes one iterator more
+                draw_as_iterators(adapted)
             self._trained_on = adapted
         return adapted
 
