@@ -223,6 +223,9 @@ def test_refuses_an_engine_with_optimizers_of_its_own():
         ({"unfreeze_backbone_at_epoch": -1}, ConfigurationError, "'unfreeze_backbone_at_epoch' must be an int"),
         ({"lambda_func": 2.0}, TypeError, "'lambda_func' must be a function"),
         ({"backbone_initial_ratio_lr": "a"}, TypeError, "'backbone_initial_ratio_lr' must be a number"),
+        ({"backbone_initial_ratio_lr": 0}, ValueError, "'backbone_initial_ratio_lr' must be a positive finite number"),
+        ({"backbone_initial_lr": -3}, ValueError, "'backbone_initial_lr' must be a positive finite number"),
+        ({"initial_denom_lr": 0}, ValueError, "'initial_denom_lr' must be a positive finite number"),
         ({"train_bn": 1}, ConfigurationError, "'train_bn' must be a bool"),
     ],
 )

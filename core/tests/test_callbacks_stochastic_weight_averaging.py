@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import SWALR, AveragedModel
 from torch.utils.data import DataLoader, IterableDataset
 
-from torchhal import Callback, Module, Trainer
+from torchhal import Callback, ModelCheckpoint, Module, Trainer
 from torchhal.errors import CheckpointMismatchError, ConfigurationError
 from torchhal.strategies import SingleDeviceStrategy
 from torchhal.trainer._checkpoint_digests import KEY
@@ -233,8 +233,8 @@ def test_pickles():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"swa_lrs": -0.1}, ValueError, "'swa_lrs' must be a positive number"),
-        ({"swa_lrs": []}, ValueError, "'swa_lrs' must be a positive number"),
+        ({"swa_lrs": -0.1}, ValueError, "'swa_lrs' must be a positive finite number"),
+        ({"swa_lrs": []}, ValueError, "'swa_lrs' must be a positive finite number"),
         ({"swa_lrs": "a"}, TypeError, "'swa_lrs' must be a number"),
         ({"swa_epoch_start": 1.5}, ValueError, "'swa_epoch_start' must be an epoch or a share from 0.0 to 1.0"),
         ({"swa_epoch_start": 0}, ConfigurationError, "'swa_epoch_start' must be an int of at least 1"),
@@ -330,3 +330,22 @@ def test_ranks(world2, tmp_path):
     (whole, again), (other, _) = world2.run(average_in_ranks, str(tmp_path))
     assert all(torch.equal(whole[name], other[name]) and torch.equal(whole[name], again[name]) for name in whole)
     assert whole["batches"] == 2
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_finished_run_that_is_continued_has_the_average(tmp_path, norm):
+    def run():
+        callback = StochasticWeightAveraging(0.05, 2)
+        saver = ModelCheckpoint(tmp_path, save_last=True)
+        return fit(callback, saver, model=Net(norm), ckpt_path="last", enable_checkpointing=True)
+
+    (_, first), (_, again) = run(), run()
+    for name, value in first.named_parameters():
+        assert torch.equal(value, again.get_parameter(name)), name
+
+
+def test_never_averaging_is_said():
+    with pytest.warns(UserWarning, match="averages nothing: it begins in epoch 50, and max_epochs=3"):
+        fit(StochasticWeightAveraging(0.05, 50), max_epochs=3)
+    with pytest.raises(ValueError, match="'swa_lrs' must be a positive finite number"):
+        StochasticWeightAveraging(float("inf"))

@@ -703,3 +703,11 @@ def test_ranks_never_disagree(tmp_path):
     assert float(callback.best_model_score) == pytest.approx(0.4)
     assert len(names(tmp_path / "t")) == 8
     assert names(trainer.logger.log_dir) == ["metrics.csv"]
+
+
+def test_two_model_checkpoints_in_two_folders(tmp_path):
+    savers = [ModelCheckpoint(tmp_path / name) for name in "ab"]
+    trainer = Trainer(callbacks=savers, accelerator="cpu", logger=False)
+    assert trainer.checkpoint_callbacks == savers
+    with pytest.raises(ConfigurationError, match="differ in nothing"):
+        Trainer(callbacks=[ModelCheckpoint(tmp_path), ModelCheckpoint(tmp_path)], accelerator="cpu", logger=False)

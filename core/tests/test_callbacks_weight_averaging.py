@@ -397,3 +397,24 @@ def test_ranks(world2, tmp_path):
     assert all(torch.equal(first[0][name], other[0][name]) for name, _ in Net().named_parameters())
     assert same(first[0], again[0])
     assert all(same(one, two) for one, two in zip(first[1][1:], again[1], strict=True))
+
+
+@pytest.mark.parametrize("make_callback", [lambda: EMAWeightAveraging(decay=0.5), WeightAveraging], ids=["ema", "mean"])
+def test_a_finished_run_that_is_continued_has_the_average(tmp_path, make_callback):
+    def run():
+        saver = ModelCheckpoint(tmp_path, save_last=True)
+        return fit(make_callback(), saver, ckpt_path="last", enable_checkpointing=True)
+
+    _, first = run()
+    trainer, again = run()
+    assert trainer.global_step == 12 and same(state_of(first), state_of(again))
+    trainer.fit(again, loader(), ckpt_path=None)  # nothing to do, once more
+    assert same(state_of(first), state_of(again))
+
+
+def test_never_averaging_is_refused():
+    with pytest.raises(ConfigurationError, match="else nothing is ever averaged"):
+        EMAWeightAveraging(update_every_n_steps=0)
+    for device in (0.9, "nope", True):
+        with pytest.raises(ConfigurationError, match=r"'device' must be a torch\.device, a string"):
+            EMAWeightAveraging(device)

@@ -7,9 +7,12 @@ import os
 from collections.abc import Mapping
 from datetime import timedelta
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchhal.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def check_bool(name: str, value: Any) -> bool:
@@ -173,3 +176,19 @@ def check_order(lower_name: str, lower: int | None, upper_name: str, upper: int 
     """Raise an error where ``lower`` exceeds ``upper``; None and -1 mean no limit."""
     if lower is not None and upper is not None and upper != -1 and lower > upper:
         raise ConfigurationError(f"'{lower_name}' must be at most '{upper_name}' (got {lower} and {upper})")
+
+
+def check_device(name: str, value: Any) -> torch.device | None:
+    """Return a device given as torch's, a string or an index; None stays None."""
+    import torch
+
+    if value is None:
+        return None
+    try:
+        if isinstance(value, bool) or not isinstance(value, torch.device | str | int):
+            raise TypeError
+        return torch.device(value)
+    except (RuntimeError, TypeError):
+        raise ConfigurationError(
+            f"'{name}' must be a torch.device, a string such as 'cpu', an index, or None (got {value!r})"
+        ) from None

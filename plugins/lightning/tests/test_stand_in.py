@@ -1,5 +1,6 @@
 """Scripts that import Lightning run where it isn't installed, and do what they do under Lightning."""
 
+import copy
 import inspect
 import subprocess
 import sys
@@ -438,3 +439,40 @@ def test_where_lightning_is_not_installed(tmp_path):
 def test_lightning_that_is_imported_is_not_replaced(theirs_pl, tmp_path):
     text = "import lightning, torchhal_lightning as t; t.install(stand_in=True)"
     assert "'lightning' is imported already" in run("-c", text, cwd=tmp_path).stderr
+
+
+# -- the rest --------------------------------------------------------------------------------------------------
+
+
+def test_hyperparameters_as_they_were_saved():
+    module = models(mine_pl)["Plain"](5)
+    module.hparams.width = 9
+    module.hparams["more"] = 1
+    assert dict(module.hparams) == {"width": 9, "more": 1} and module.hparams_initial["width"] == 5
+
+
+def test_loggers_write_hyperparameters(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for kind in (mine_pl.loggers.CSVLogger, mine_pl.loggers.TensorBoardLogger):
+        logger = kind(tmp_path, name=kind.__name__)
+        fit(mine_pl.Trainer, made(models(mine_pl)["Plain"]), logger=logger, max_epochs=1)
+        assert '"width": 8' in Path(logger.log_dir, "hparams.yaml").read_text()
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    assert "hp_metric" in events.Tags()["scalars"]
+
+
+def test_a_trainer_is_not_copied():
+    trainer = mine_pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    with pytest.raises(TypeError, match="make a new Trainer"):
+        copy.deepcopy(trainer)
+    module = made(models(mine_pl)["Plain"])
+    fit(mine_pl.Trainer, module, max_epochs=1)
+    assert copy.deepcopy(module).body[0].weight.equal(module.body[0].weight)
+
+
+def test_a_script_that_is_not_there(tmp_path):
+    done = run("-m", "torchhal_lightning", "nope.py", cwd=tmp_path)
+    assert done.returncode == 1 and done.stderr.startswith("there is no script 'nope.py'\nusage: ")

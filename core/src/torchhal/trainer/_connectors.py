@@ -84,7 +84,7 @@ def make_callbacks(
             chosen.append(kind())
     if fast_dev_run:  # nothing is kept of a trial run
         chosen = [callback for callback in chosen if not _saves(callback, adapters)]
-    keys = [str(callback.state_key) for callback in chosen if isinstance(callback, ModelCheckpoint)]
+    keys = [f"{each.state_key} in {each.dirpath}" for each in chosen if isinstance(each, ModelCheckpoint)]
     if twice := {key for key in keys if keys.count(key) > 1}:
         raise ConfigurationError(
             f"'callbacks' must not hold two ModelCheckpoints that differ in nothing (got {', '.join(sorted(twice))} "

@@ -22,7 +22,8 @@ def _read_arguments() -> None:
         del sys.argv[0]
         os.environ[_script.STAND_IN] = "1"
     if not sys.argv or not os.path.isfile(sys.argv[0]):
-        raise SystemExit("usage: python -m torchhal_lightning [--stand-in] script.py ARGUMENT ...")
+        why = "" if not sys.argv or sys.argv[0] in ("-h", "--help") else f"there is no script {sys.argv[0]!r}\n"
+        raise SystemExit(f"{why}usage: python -m torchhal_lightning [--stand-in] script.py ARGUMENT ...")
     os.environ[_script.SCRIPT] = os.path.abspath(sys.argv[0])
 
 

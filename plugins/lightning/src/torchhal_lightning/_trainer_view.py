@@ -73,6 +73,15 @@ class TrainerView:
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of a module or of data is not a copy of the run
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Leave the run behind in a copy of something that has it.
+
+        Raises:
+            TypeError: it is copied by itself.
+        """
+        if not memo:
+            raise TypeError("a copy of a Trainer would share its run: make a new Trainer with its arguments")
+
     # -- parts -----------------------------------------------------------------------------------------------
 
     @property

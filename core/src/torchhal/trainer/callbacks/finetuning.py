@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -228,6 +229,13 @@ def _batch_norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
     return ((name, each) for name, each in module.named_modules() if isinstance(each, _BatchNorm))
 
 
+def _positive(name: str, value: float) -> float:
+    number: float = check_number(name, value)
+    if not 0 < number < math.inf:
+        raise ValueError(f"'{name}' must be a positive finite number (got {value!r})")
+    return number
+
+
 def multiplicative(epoch: int) -> float:
     """Return 2: the backbone's learning rate doubles with each epoch."""
     return 2.0
@@ -273,10 +281,12 @@ class BackboneFinetuning(BaseFinetuning):
         if not callable(lambda_func):
             raise TypeError(f"'lambda_func' must be a function of the epoch (got {lambda_func!r})")
         self.lambda_func = lambda_func
-        self.backbone_initial_ratio_lr: float = check_number("backbone_initial_ratio_lr", backbone_initial_ratio_lr)
-        self.backbone_initial_lr: float | None = check_number("backbone_initial_lr", backbone_initial_lr, optional=True)
+        self.backbone_initial_ratio_lr = _positive("backbone_initial_ratio_lr", backbone_initial_ratio_lr)
+        self.backbone_initial_lr = (
+            None if backbone_initial_lr is None else _positive("backbone_initial_lr", backbone_initial_lr)
+        )
         self.should_align = check_bool("should_align", should_align)
-        self.initial_denom_lr: float = check_number("initial_denom_lr", initial_denom_lr)
+        self.initial_denom_lr = _positive("initial_denom_lr", initial_denom_lr)
         self.train_bn = check_bool("train_bn", train_bn)
         self.verbose = check_bool("verbose", verbose)
         self.rounding = check_count("rounding", rounding, minimum=0)

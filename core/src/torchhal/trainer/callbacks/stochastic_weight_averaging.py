@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import SWALR
 
-from torchhal._arguments import check_count
+from torchhal._arguments import check_count, check_device
 from torchhal.errors import CheckpointMismatchError, ConfigurationError
 from torchhal.trainer._configure_optimizers import SchedulerConfig
 from torchhal.trainer._unknown_arguments import explain_unknown_arguments
@@ -61,8 +62,8 @@ class StochasticWeightAveraging(Callback):
         device: torch.device | str | None = "cpu",
     ) -> None:
         given = swa_lrs if isinstance(swa_lrs, list | tuple) else [swa_lrs]
-        if not given or not all(check_number("swa_lrs", rate) > 0 for rate in given):
-            raise ValueError(f"'swa_lrs' must be a positive number, or a list of them (got {swa_lrs!r})")
+        if not given or not all(0 < check_number("swa_lrs", rate) < math.inf for rate in given):
+            raise ValueError(f"'swa_lrs' must be a positive finite number, or a list of them (got {swa_lrs!r})")
         self._swa_lrs = swa_lrs
         if isinstance(swa_epoch_start, float) and not 0 <= swa_epoch_start <= 1:
             raise ValueError(f"'swa_epoch_start' must be an epoch or a share from 0.0 to 1.0 (got {swa_epoch_start!r})")
@@ -78,7 +79,7 @@ class StochasticWeightAveraging(Callback):
         if avg_fn is not None and not callable(avg_fn):
             raise TypeError(f"'avg_fn' must be a function or None (got {avg_fn!r})")
         self._avg_fn = avg_fn
-        self._device = None if device is None else torch.device(device)
+        self._device = check_device("device", device)
         self._reset_state()
 
     def _reset_state(self) -> None:
@@ -88,6 +89,8 @@ class StochasticWeightAveraging(Callback):
         self._n_averaged = 0
         self._latest_update_epoch = -1
         self._scheduler: SWALR | None = None
+        self._has_ended = False
+        """Whether this fit has given the model the average."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_average": None, "_scheduler": None}  # made again, from the parameters and the state
@@ -98,6 +101,7 @@ class StochasticWeightAveraging(Callback):
         if stage != "fit":
             return
         self._scheduler = None
+        self._has_ended = False
         refuse_engines(trainer, self, OPTIMIZERS, "sets up optimizers and schedulers once for a fit")
         name = type(self).__name__
         if not getattr(module, "automatic_optimization", True):
@@ -109,6 +113,11 @@ class StochasticWeightAveraging(Callback):
             raise ConfigurationError(
                 f"'swa_epoch_start' must be an epoch where max_epochs={trainer.max_epochs} (got the share "
                 f"{self._swa_epoch_start!r} of it)"
+            )
+        epochs = trainer.max_epochs
+        if epochs not in (None, -1) and self.swa_start(trainer) >= max(epochs, 1):
+            trainer.warn_once(
+                f"{name} averages nothing: it begins in epoch {self._swa_epoch_start}, and max_epochs={epochs}"
             )
 
     def on_fit_start(self, trainer: Trainer, module: Any) -> None:
@@ -179,6 +188,12 @@ class StochasticWeightAveraging(Callback):
             self._average_of(module).copy_parameters_to(module)
             if any(isinstance(each, _BatchNorm) for each in module.modules()):
                 update_batch_norms(trainer, module)
+        self._has_ended = True
+
+    def on_fit_end(self, trainer: Trainer, module: Any) -> None:
+        """Do so as well where a continued fit had nothing to do."""
+        if not self._has_ended:
+            self.on_train_end(trainer, module)
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from torchhal._arguments import check_bool, check_count, check_optional_count
+from torchhal._arguments import check_bool, check_count, check_device, check_optional_count
 from torchhal.errors import ConfigurationError
 from torchhal.trainer._unknown_arguments import explain_unknown_arguments
 from torchhal.trainer.callbacks._averaged_weights import AveragedWeights
@@ -62,7 +62,7 @@ class WeightAveraging(Callback):
         avg_fn: Callable[[Tensor, Tensor, Tensor | int], Tensor] | None = None,
         multi_avg_fn: Callable[[Any, Any, Tensor | int], None] | None = None,
     ) -> None:
-        self._device = None if device is None else torch.device(device)
+        self._device = check_device("device", device)
         if avg_fn is not None and multi_avg_fn is not None:
             raise ConfigurationError("'avg_fn' and 'multi_avg_fn' must not both be given: leave one out")
         for name, function in (("avg_fn", avg_fn), ("multi_avg_fn", multi_avg_fn)):
@@ -149,6 +149,14 @@ class WeightAveraging(Callback):
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
         """Leave the average in the model; the weights of training stay here, for another fit."""
         if self._average is not None:
+            self._swap(module)
+
+    def on_fit_end(self, trainer: Trainer, module: Any) -> None:
+        """Do so as well where a continued fit had nothing to do."""
+        if self._catches_up:
+            self._update_after_step(trainer, module)
+            self._catches_up = False
+        if not self._in_use and self._is_of(module):
             self._swap(module)
 
     def _update(self, module: nn.Module) -> None:
@@ -299,6 +307,10 @@ class EMAWeightAveraging(WeightAveraging):
         self.update_starting_at_epoch = check_optional_count(
             "update_starting_at_epoch", update_starting_at_epoch, minimum=0
         )
+        if not update_every_n_steps and update_starting_at_epoch is None:
+            raise ConfigurationError(
+                "'update_every_n_steps' can be 0 only beside 'update_starting_at_epoch': else nothing is ever averaged"
+            )
 
     def _new_average(self, module: nn.Module) -> AveragedWeights:
         # Made here: a function within a function doesn't pickle.

@@ -85,6 +85,12 @@ class TQDMProgressBar(ProgressBar):
         super().__init__(refresh_rate, leave)
 
 
+class RichProgressBarTheme:
+    """Colours of a bar of rich, which are taken and not used."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+
 class RichProgressBar(ProgressBar):
     """The same bar.
 
@@ -210,6 +216,11 @@ class BasePredictionWriter(callbacks.PredictionWriter, Callback):
 
 class BaseFinetuning(callbacks.BaseFinetuning, Callback):
     """Base class of freezing schedules; see :class:`torchhal.trainer.callbacks.BaseFinetuning`."""
+
+
+def multiplicative(epoch: int) -> float:
+    """Return 2, for ``BackboneFinetuning(lambda_func=multiplicative)``."""
+    return 2.0
 
 
 class BackboneFinetuning(callbacks.BackboneFinetuning, BaseFinetuning):

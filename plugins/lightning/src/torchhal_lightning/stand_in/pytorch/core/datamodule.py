@@ -11,9 +11,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import torchhal
 from torchhal.pytree import move_to_device
+from torchhal_lightning.stand_in.pytorch.core._initial import InitialHyperparameters
 
 
-class LightningDataModule(torchhal.DataModule):
+class LightningDataModule(InitialHyperparameters, torchhal.DataModule):
     """Base class of data modules that were written for Lightning."""
 
     name: str | None = None

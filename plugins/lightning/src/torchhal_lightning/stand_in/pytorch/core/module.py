@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -13,10 +12,15 @@ import torchhal
 from torchhal.errors import ConfigurationError
 from torchhal.trainer.adapters import run_of
 from torchhal_lightning._logging import Log
+from torchhal_lightning.stand_in.pytorch.core._initial import InitialHyperparameters
 
 
-class LightningModule(torchhal.Module):
+class LightningModule(InitialHyperparameters, torchhal.Module):
     """Base class of models that were written for Lightning."""
+
+    __jit_unused_properties__: ClassVar[list[str]] = [
+        *torchhal.Module.__jit_unused_properties__, "hparams_initial", "on_gpu"
+    ]  # fmt: skip
 
     CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
     CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
@@ -117,11 +121,6 @@ class LightningModule(torchhal.Module):
     @property
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
-
-    @property
-    def hparams_initial(self) -> Any:
-        """A copy of the hyperparameters."""
-        return copy.deepcopy(self.hparams)
 
     @torch.no_grad()
     def to_onnx(self, file_path: Any, input_sample: Any = None, **options: Any) -> Any:

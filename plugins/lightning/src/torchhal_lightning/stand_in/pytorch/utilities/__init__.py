@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import warnings
@@ -46,6 +47,7 @@ __all__ = [
     "disable_possible_user_warnings",
     "exceptions",
     "find_shared_parameters",
+    "garbage_collection_cuda",
     "get_filesystem",
     "grad_norm",
     "is_overridden",
@@ -161,6 +163,13 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
     if parent is None:
         return implements(instance, method_name)
     return getattr(type(instance), method_name, None) is not getattr(parent, method_name, None)
+
+
+def garbage_collection_cuda() -> None:
+    """Collect garbage, and free the memory of GPUs that nothing uses."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def is_picklable(value: object) -> bool:
