@@ -195,3 +195,47 @@ def test_loaders_that_are_made_anew(pl, workers):
         )  # fmt: skip
         trainer.fit(module)
     same(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Plain", {"log_every_n_steps": 2}),
+        ("Plain", {"log_every_n_steps": 1, "accumulate_grad_batches": 2, "val_check_interval": 2}),
+        ("Manual", {"log_every_n_steps": 2}),
+    ],
+    ids=str,
+)
+def test_steps_of_what_is_logged(pl, tmp_path, name, options):
+    tables = []
+    for number, trainer_of in enumerate((pl.Trainer, torchhal.Trainer)):
+        logger = pl.loggers.CSVLogger(tmp_path / str(number), name="", version=0)
+        module = made(models(pl)[name])
+        trainer = fit(trainer_of, module, logger=logger, **options)
+        trainer.test(module, DataLoader(dataset(16, 9), 8), verbose=False)
+        with open(tmp_path / str(number) / "version_0" / "metrics.csv") as file:
+            tables.append({(row["step"], key) for row in csv.DictReader(file) for key, value in row.items() if value})
+    assert tables[1] == tables[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [(True, {}), (True, {"min_steps": 9}), (False, {"max_time": {"microseconds": 1}})],
+    ids=str,
+)
+def test_a_stop_inside_of_an_epoch(pl, tmp_path, asked, options):
+    """It validates once more, so that a ModelCheckpoint with a monitor saves."""
+
+    class Stops(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if asked and trainer.global_step == 3:
+                trainer.should_stop = True
+
+    found = []
+    for number, trainer_of in enumerate((pl.Trainer, torchhal.Trainer)):
+        folder, module = tmp_path / str(number), made(models(pl)["Plain"])
+        callbacks = [Stops(), pl.callbacks.ModelCheckpoint(folder, monitor="val_loss")]
+        trainer = fit(trainer_of, module, callbacks=callbacks, enable_checkpointing=True, **options)
+        notes = [note for note in module.notes if note[0] != "epoch"]
+        found.append((notes, trainer.global_step, [path.name for path in folder.iterdir()]))
+    assert found[1] == found[0] and found[1][2]

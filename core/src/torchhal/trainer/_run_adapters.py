@@ -99,6 +99,22 @@ class Adapters(RunPart[Any]):
         exhausts: bool = adapter is None or adapter.exhausts_samplers
         return exhausts
 
+    def validates_when_stopped(self, model: Any) -> bool:
+        """Return whether a fit of a model that ends inside of an epoch validates once more."""
+        adapter = self.of(model)
+        return adapter is not None and bool(adapter.validates_when_stopped)
+
+    def logs_by_batch(self, model: Any) -> bool:
+        """Return whether step values of a model are logged every so many batches, not optimizer steps."""
+        adapter = self.of(model)
+        return adapter is not None and bool(adapter.logs_by_batch)
+
+    def logged_step(self, model: Any) -> int:
+        """Return the step at which loggers record what a model logs."""
+        adapter = self.of(model)
+        step: int = self.run.global_step if adapter is None else adapter.logged_step()
+        return step
+
     def kind_of_callback(self, callback: Any) -> str | None:
         """Return which of the Trainer's own callbacks one of another framework stands in for, if any."""
         adapter = self.of(callback)

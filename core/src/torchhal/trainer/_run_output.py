@@ -14,6 +14,7 @@ from torchhal.trainer.logging._metric_payloads import to_host
 from torchhal.trainer.logging._standard_streams import lossy_streams
 
 if TYPE_CHECKING:
+    from torchhal.trainer._run_adapters import Adapters
     from torchhal.trainer.logging._logged_metrics import Results
 
 _log = logging.getLogger("torchhal")
@@ -31,6 +32,8 @@ class RunOutput:
     """Output of a run: on rank 0 only, without communication except what ``Results`` shares and reduces."""
 
     results: Results
+    adapters: Adapters
+    module: Any
     loggers: list[Any]
     said: set[str]
     """Warnings that were given."""
@@ -65,7 +68,7 @@ class RunOutput:
 
     def _send(self, metrics: dict[str, torch.Tensor]) -> None:
         numbers = {name: float(value) for name, value in zip(metrics, to_host(metrics.values()), strict=True)}
-        step = int(numbers.pop("step", self.global_step))
+        step = int(numbers.pop("step", self.adapters.logged_step(self.module)))
         numbers.setdefault("epoch", self.current_epoch)
         for logger in self.loggers:
             logger.log_metrics(numbers, step)

@@ -57,6 +57,9 @@ class ModelAdapter(RunPart[Run]):
 
     A sampler with a generator of its own draws once more at its end, so the order of the next epoch depends on it."""
 
+    validates_when_stopped: bool = False
+    """Whether a fit that ends inside of an epoch, as it was asked to or is out of time, validates once more."""
+
     @property
     def trainer(self) -> Any:
         """What the framework's objects get for the Trainer: as ``module.trainer``, and as the argument of hooks."""
@@ -134,6 +137,16 @@ class ModelAdapter(RunPart[Run]):
         it ends.
         """
         return []
+
+    @property
+    def logs_by_batch(self) -> bool:
+        """Whether ``log_every_n_steps`` counts batches rather than optimizer steps."""
+        return False
+
+    def logged_step(self) -> int:
+        """Return the step at which loggers record what they get now: by default the optimizer steps done."""
+        steps: int = self.run.global_step
+        return steps
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
         """Return the object by which a model of the framework steps an optimizer.

@@ -16,6 +16,7 @@ from torchhal_lightning._dataloader_iter import draws_batches, fed
 from torchhal_lightning._finders import Finders
 from torchhal_lightning._lightning_checkpoints import VERSION, from_lightning, is_lightnings
 from torchhal_lightning._logging import Log
+from torchhal_lightning._loop_views import batches_that_stepped
 from torchhal_lightning._predictions import PredictLoopView
 from torchhal_lightning._profiling import Profiling
 from torchhal_lightning._savers import SaverBeside
@@ -43,6 +44,7 @@ class LightningAdapter(ModelAdapter):
     """
 
     exhausts_samplers = False
+    validates_when_stopped = True
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -251,6 +253,15 @@ class LightningAdapter(ModelAdapter):
         for saver in self._savers:
             saver.follow()
         return list(self._savers)
+
+    @property
+    def logs_by_batch(self) -> bool:
+        return not getattr(self.run.module, "automatic_optimization", True)
+
+    def logged_step(self) -> int:
+        """Return the number of the batch in a fit, from 0; after it how many there were."""
+        stepped = batches_that_stepped(self.run)
+        return stepped - 1 if stepped and self.run.state.fn == "fit" else stepped
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
         """Return an object that passes for Lightning's wrapper, and for the optimizer."""

@@ -212,6 +212,7 @@ class FitLoop(RunPart[Run]):
         self.lr_scheduler_step = module_hook(run.module, "lr_scheduler_step")
         accumulate, max_steps, log_every, validate_every, crossing, deadline = self._settings(length)
         whole = length is not None and length == data.loader_length
+        by_batch = run.adapters.logs_by_batch(run.module)
         alone = run.world_size == 1
         run.current_hook = "training_step"
         source = batches if data.loader_length is not None or alone else self._together(batches)
@@ -248,7 +249,11 @@ class FitLoop(RunPart[Run]):
                 self._after_update()
             if log_loss:
                 self._log_loss(output, batch)
-            if log_every and progress.global_step // log_every != before // log_every:
+            if log_every and (
+                progress.total_batches % log_every == 0
+                if by_batch
+                else progress.global_step // log_every != before // log_every
+            ):
                 run.log_step()
             if batch_end is not None:
                 batch_end(output, batch, index)
@@ -270,6 +275,9 @@ class FitLoop(RunPart[Run]):
                 return not last
             late = deadline is not None and time.monotonic() > deadline
             if (watch.stop_requested or run.should_stop or late) and self.stop.stops_at_boundary(alone):
+                validated = progress.validated_at == progress.total_batches
+                if validate_every and not last and not validated and run.adapters.validates_when_stopped(run.module):
+                    self._validate()
                 return not last
             if last:
                 if whole:  # else a limit was reached, and the rest of the sampler stays undrawn
