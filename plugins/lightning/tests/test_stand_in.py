@@ -329,6 +329,7 @@ from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from lightning.pytorch.core.mixins import HyperparametersMixin
 from lightning.pytorch.core.module import LightningModule as same
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, RandomDataset
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.plugins import Precision
@@ -476,3 +477,20 @@ def test_a_trainer_is_not_copied():
 def test_a_script_that_is_not_there(tmp_path):
     done = run("-m", "torchhal_lightning", "nope.py", cwd=tmp_path)
     assert done.returncode == 1 and done.stderr.startswith("there is no script 'nope.py'\nusage: ")
+
+
+@pytest.mark.parametrize("name", ["BoringModel", "ManualOptimBoringModel"])
+def test_models_of_bug_reports(theirs_pl, name):
+    found = []
+    for demos in (import_module("lightning.pytorch.demos.boring_classes"), import_module(f"{mine_pl.__name__}.demos")):
+        torch.manual_seed(1)
+        module = getattr(demos, name)()
+        trainer_of = theirs_pl.Trainer if demos.__name__.startswith("lightning") else mine_pl.Trainer
+        trainer = trainer_of(
+            accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, datamodule=demos.BoringDataModule())
+        trainer.test(module, verbose=False)
+        found.append([each.tolist() for each in module.state_dict().values()])
+    assert found[1] == found[0]
