@@ -18,7 +18,7 @@ from torchhal_lightning._words import StateView, Word
 views: WeakKeyDictionary[Any, ReferenceType[TrainerView]] = WeakKeyDictionary()
 """Trainer of torchhal's -> the object with Lightning's signature that has made it."""
 
-_OWN = frozenset(
+OWN = frozenset(
     {
         "_run",
         "_kept",
@@ -31,6 +31,7 @@ _OWN = frozenset(
         "enable_autolog_hparams",
     }
 )
+"""Attributes of a view itself."""
 
 
 class TrainerView:
@@ -59,7 +60,7 @@ class TrainerView:
         return getattr(self._run.trainer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN or "_run" not in vars(self):  # a subclass may set some before it is one's view
+        if name in OWN or "_run" not in vars(self):  # a subclass may set some before it is one's view
             object.__setattr__(self, name, value)
         elif name in ("training", "validating", "testing", "predicting", "sanity_checking"):
             self._run.state.stage = _STAGES[name] if value else None

@@ -11,6 +11,7 @@ import torchhal
 from torchhal.trainer.adapters import ModelAdapter, Request, Run, declares_hooks, implements
 from torchhal.trainer.callbacks import PredictionWriter
 from torchhal_lightning import _trees as trees
+from torchhal_lightning._carried_facade import CarriedFacade
 from torchhal_lightning._combined_loaders import begin_once, combined, draw_as_iterators
 from torchhal_lightning._dataloader_iter import draws_batches, fed
 from torchhal_lightning._finders import Finders
@@ -75,7 +76,9 @@ class LightningAdapter(ModelAdapter):
     def trainer(self) -> TrainerView:
         if self._view is None:
             made_by = views.get(self.run.trainer)
-            self._view = (None if made_by is None else made_by()) or TrainerView(self.run)
+            carried = getattr(self.run.trainer, "facade", None)
+            view = made_by() if made_by else carried.revived(self.run) if isinstance(carried, CarriedFacade) else None
+            self._view = view or TrainerView(self.run)
         return self._view
 
     def adapt_request(self, request: Request) -> Request:

@@ -17,6 +17,7 @@ from torchhal.resolve import Request, resolve
 from torchhal.trainer.adapters import run_of
 from torchhal_lightning import _trees as trees
 from torchhal_lightning._barebones import check_barebones
+from torchhal_lightning._carried_facade import CarriedFacade
 from torchhal_lightning._default_callbacks import with_defaults
 from torchhal_lightning._environment import defaults_from_variables
 from torchhal_lightning._errors import raising_lightnings
@@ -168,6 +169,7 @@ class Trainer(TrainerView):
             trainer.callbacks.insert(0, LoopTimes(self.profiler))
         self.enable_autolog_hparams = enable_autolog_hparams
         views[trainer] = weakref.ref(self)
+        trainer.facade = CarriedFacade(self)
 
     @property
     def max_epochs(self) -> int | None:

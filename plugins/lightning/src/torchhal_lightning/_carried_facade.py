@@ -1,0 +1,60 @@
+"""Take a Trainer with Lightning's signature into the processes that a launcher starts by pickle."""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torchhal.trainer.adapters import Run
+from torchhal_lightning._trainer_view import OWN, TrainerView, views
+
+
+class CarriedFacade:
+    """An attribute of torchhal's Trainer: the facade that has made it, pickled as its class and its attributes.
+
+    What can't be pickled stays behind.
+
+    Args:
+        facade: that works by the Trainer.
+    """
+
+    def __init__(self, facade: TrainerView) -> None:
+        self._facade: Callable[[], TrainerView | None] = weakref.ref(facade)
+        self._arrived: tuple[Any, dict[str, Any]] | None = None
+
+    def __getstate__(self) -> Any:
+        facade = self._facade()
+        if facade is None:
+            return None
+        attributes = {name: value for name, value in vars(facade).items() if name not in (*OWN, "trainer")}
+        arguments = attributes.pop("_arguments", {})
+        kept = {name: value for name, value in attributes.items() if _is_picklable(value)}
+        kept["_arguments"] = {name: value if _is_picklable(value) else None for name, value in arguments.items()}
+        return next(cls for cls in type(facade).__mro__ if _is_picklable(cls)), kept
+
+    def __setstate__(self, state: Any) -> None:
+        self._facade, self._arrived = _nothing, state
+
+    def revived(self, run: Run) -> TrainerView | None:
+        """Return the facade of ``run`` in a process that it has come to; None where it was made."""
+        if self._arrived is None:
+            return None
+        cls, attributes = self._arrived
+        facade: TrainerView = object.__new__(cls)
+        TrainerView.__init__(facade, run)
+        vars(facade).update(attributes, trainer=run.trainer)
+        views[run.trainer] = weakref.ref(facade)
+        return facade
+
+
+def _is_picklable(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:  # what it raises depends on the object
+        return False
+    return True
+
+
+def _nothing() -> None: ...
