@@ -73,12 +73,14 @@ def _like(original: type, root: str) -> type:
     """Return this package's Trainer with the annotations of Lightning's, which its command line makes options of."""
     from torchhal_lightning.trainer import Trainer
 
-    methods = {name: _annotated(getattr(Trainer, name), getattr(original, name)) for name in _METHODS}
+    methods = {name: annotated(getattr(Trainer, name), getattr(original, name)) for name in _METHODS}
     own = {"__module__": Trainer.__module__, "__doc__": original.__doc__, "tree": root}
     return type("Trainer", (Trainer,), {**own, **methods})
 
 
-def _annotated(body: Callable[..., Any], original: Any) -> Callable[..., Any]:
+def annotated(body: Callable[..., Any], original: Any) -> Callable[..., Any]:
+    """Return a method of ``body`` with the signature and the annotations of ``original``."""
+
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return body(self, *args, **kwargs)
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from torchhal_lightning._install import annotated
 from torchhal_lightning._words import Word
+from torchhal_lightning.stand_in.pytorch._trainer_arguments import Arguments
 from torchhal_lightning.stand_in.pytorch.utilities import seed_everything
 from torchhal_lightning.trainer import Trainer as _Trainer
 
@@ -15,6 +17,12 @@ class Trainer(_Trainer):
     """The facade, with default callbacks and loggers of the stand-in."""
 
     tree = "torchhal_lightning.stand_in.pytorch"
+
+    __init__ = annotated(_Trainer.__init__, Arguments.__init__)
+    fit = annotated(_Trainer.fit, Arguments.fit)
+    validate = annotated(_Trainer.validate, Arguments.validate)
+    test = annotated(_Trainer.test, Arguments.test)
+    predict = annotated(_Trainer.predict, Arguments.predict)
 
 
 class _State(str, Enum):
