@@ -129,3 +129,9 @@ def test_each_rank_writes_its_own(world2):
     first, second = world2.run(write_in_ranks)
     assert first == ([[0, 1], [2]], [[[0, 1], [2]]])
     assert second == ([[3, 4]], [[[3, 4]]])
+
+
+def test_batches_out_of_order_have_no_indices():
+    writer = Writer()
+    make(writer).predict(Echo(), DataLoader(NUMBERS, 2, num_workers=2, in_order=False))
+    assert [batch_indices for _, batch_indices, *_ in writer.batches] == [None] * len(writer.batches)

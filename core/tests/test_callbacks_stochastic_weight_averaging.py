@@ -349,3 +349,31 @@ def test_never_averaging_is_said():
         fit(StochasticWeightAveraging(0.05, 50), max_epochs=3)
     with pytest.raises(ValueError, match="'swa_lrs' must be a positive finite number"):
         StochasticWeightAveraging(float("inf"))
+
+
+def test_a_batch_norm_in_evaluation_mode_keeps_its_statistics():
+    class Frozen(Net):
+        def on_train_epoch_start(self):
+            self.body[1].eval()
+
+    model = Frozen()
+    model.body[1].running_mean.fill_(3.0)
+    fit(StochasticWeightAveraging(0.05, 2), model=model)
+    assert torch.equal(model.body[1].running_mean, torch.full((8,), 3.0))
+
+
+def test_another_model_has_an_average_of_its_own():
+    callback = StochasticWeightAveraging(0.05, 2)
+    trainer, _ = fit(callback)
+    other = Net()
+    before = copy.deepcopy(other.state_dict())
+    trainer.fit(other, loader())  # nothing to do
+    assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
+
+
+def test_the_pass_for_batch_norms_leaves_the_place_in_the_data():
+    places = []
+    for norm in (False, True):
+        trainer, _ = fit(StochasticWeightAveraging(0.05, 1), model=Net(norm), max_steps=6)
+        places.append(trainer.fit_loop.progress.data.position()["generators"])
+    assert str(places[0]) == str(places[1])

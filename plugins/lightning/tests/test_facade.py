@@ -263,3 +263,38 @@ def test_a_module_made_in_the_precision(pl):
     with trainer.init_module():
         module = made(models(pl)["Plain"])
     assert {each.dtype for each in module.parameters()} == {torch.bfloat16}
+
+
+def test_a_profiler_that_fails_leaves_the_module_as_it_was(pl):
+    class Breaks(pl.profilers.SimpleProfiler):
+        def describe(self):
+            raise OSError("no space")
+
+    class Draws(models(pl)["Plain"]):
+        def training_step(self, dataloader_iter):
+            return self.loss(next(dataloader_iter)[0])
+
+    module = made(Draws)
+    module.on_validation_model_zero_grad = own = lambda: None
+    fit(Trainer, module, profiler=Breaks())
+    assert not {"training_step", "log", "on_validation_model_eval"} & vars(module).keys()
+    assert module.on_validation_model_zero_grad is own
+
+
+def test_the_graph_of_a_model(pl, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    class Shown(models(pl)["Plain"]):
+        def __init__(self):
+            super().__init__()
+            self.example_input_array = torch.randn(2, 6)
+
+        def forward(self, inputs):
+            return self.body(inputs)
+
+    logger = pl.loggers.TensorBoardLogger(tmp_path, log_graph=True)
+    fit(Trainer, made(Shown), logger=logger, max_epochs=1)
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    assert events.Tags()["graph"]

@@ -440,15 +440,16 @@ class Mine(L.Trainer):
 
 class Says(Net):
     def on_train_start(self):
+        found = [type(self.trainer).__name__, self.trainer.note, self.trainer.max_epochs]
         with open(f"says{self.global_rank}", "w") as file:
-            print(type(self.trainer).__name__, self.trainer.note, self.trainer.max_epochs, end="", file=file)
+            print(*found, self.trainer.enable_autolog_hparams, end="", file=file)
         assert not hasattr(self.trainer, "left_behind")
 
 if __name__ == "__main__":
     loader = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)), 4)
     trainer = Mine(
-        "mine", accelerator="cpu", devices=2, strategy="ddp_spawn", max_epochs=1, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir="runs",
+        "mine", enable_autolog_hparams=False, accelerator="cpu", devices=2, strategy="ddp_spawn", max_epochs=1,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir="runs",
     )
     trainer.fit(Says(), loader)
 """
@@ -460,7 +461,7 @@ def test_a_trainer_of_ones_own_in_spawned_processes(tmp_path, options):
     Path(tmp_path, "own.py").write_text(SUBCLASS)
     done = run("-m", "torchhal_lightning", *options, "own.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert [Path(tmp_path, f"says{rank}").read_text() for rank in range(2)] == ["Mine mine 1"] * 2
+    assert [Path(tmp_path, f"says{rank}").read_text() for rank in range(2)] == ["Mine mine 1 False"] * 2
 
 
 def test_where_lightning_is_not_installed(tmp_path):

@@ -48,7 +48,8 @@ def dump_checkpoint(run: Run, *, weights_only: bool = False, alone: bool = False
         run: a run whose model is set up.
         weights_only: only the weights and the counters, nothing to resume from.
         alone: called on this rank only, under a strategy whose ranks each have the whole state. Without communication,
-            so without what other ranks have of their own: their random numbers, half-finished averages and gradients.
+            so without the strategy's own state, and what other ranks have of their own: their random numbers,
+            half-finished averages and gradients.
     """
     from torchhal import __version__
 
@@ -71,7 +72,7 @@ def dump_checkpoint(run: Run, *, weights_only: bool = False, alone: bool = False
         if (frozen := run.frozen_parameters.state(run.module)) is not None:
             checkpoint[FROZEN] = frozen
         checkpoint["precision"] = strategy.precision.state_dict()
-        checkpoint["strategy"] = strategy.state_dict()
+        checkpoint["strategy"] = {} if alone else strategy.state_dict()
         checkpoint["callbacks"] = callback_states(run.callbacks)
         fit = run.progress
         checkpoint["loops"] = {"fit": fit.state_dict(), "results": run.results.state_dict(alone=alone)}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchhal.trainer.adapters import Run
-from torchhal_lightning._trainer_view import OWN, TrainerView, views
+from torchhal_lightning._trainer_view import VIEWS, TrainerView, views
 
 
 class CarriedFacade:
@@ -27,8 +27,8 @@ class CarriedFacade:
     def __getstate__(self) -> Any:
         facade = self._facade()
         if facade is None:
-            return None
-        attributes = {name: value for name, value in vars(facade).items() if name not in (*OWN, "trainer")}
+            return None, {}
+        attributes = {name: value for name, value in vars(facade).items() if name not in (*VIEWS, "trainer")}
         arguments = attributes.pop("_arguments", {})
         kept = {name: value for name, value in attributes.items() if _is_picklable(value)}
         kept["_arguments"] = {name: value if _is_picklable(value) else None for name, value in arguments.items()}
@@ -39,9 +39,9 @@ class CarriedFacade:
 
     def revived(self, run: Run) -> TrainerView | None:
         """Return the facade of ``run`` in a process that it has come to; None where it was made."""
-        if self._arrived is None:
+        cls, attributes = self._arrived or (None, {})
+        if cls is None:
             return None
-        cls, attributes = self._arrived
         facade: TrainerView = object.__new__(cls)
         TrainerView.__init__(facade, run)
         vars(facade).update(attributes, trainer=run.trainer)

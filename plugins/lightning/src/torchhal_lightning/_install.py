@@ -28,12 +28,14 @@ def install(*, stand_in: bool | None = None) -> None:
 
     Raises:
         ModuleNotFoundError: Lightning isn't installed, and ``stand_in`` is False.
-        ImportError: ``stand_in`` is True, and Lightning is imported already.
+        ImportError: ``stand_in`` is True, and Lightning is imported already; or False, and the stand-in is.
     """
     roots = [root for root in trees.ROOTS if root.partition(".")[0] in trees.PACKAGES and _is_installed(root)]
     if stand_in or (stand_in is None and not roots):
         provide()
         return
+    if is_provided():
+        raise ImportError("the stand-in has Lightning's names in this process: call install(stand_in=False) before it")
     if not roots:
         raise ModuleNotFoundError("Lightning is not installed: pip install lightning")
     from torchhal_lightning.tuner import Tuner

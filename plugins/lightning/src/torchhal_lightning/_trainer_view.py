@@ -18,19 +18,9 @@ from torchhal_lightning._words import StateView, Word
 views: WeakKeyDictionary[Any, ReferenceType[TrainerView]] = WeakKeyDictionary()
 """Trainer of torchhal's -> the object with Lightning's signature that has made it."""
 
-OWN = frozenset(
-    {
-        "_run",
-        "_kept",
-        "_logger_connector",
-        "_results",
-        "fit_loop",
-        "predict_loop",
-        "barebones",
-        "profiler",
-        "enable_autolog_hparams",
-    }
-)
+VIEWS = frozenset({"_run", "_kept", "_logger_connector", "_results", "fit_loop", "predict_loop"})
+"""Attributes of a view that show a run."""
+OWN = VIEWS | {"barebones", "profiler", "enable_autolog_hparams"}
 """Attributes of a view itself."""
 
 
@@ -120,6 +110,16 @@ class TrainerView:
     def _accelerator_connector(self) -> Any:
         devices = list(self._run.strategy.devices)
         return SimpleNamespace(is_distributed=self._run.world_size > 1, _parallel_devices=devices)
+
+    @property
+    def _data_connector(self) -> Any:
+        """What a module asks, which of it and of the data module moves a batch."""
+        owners = [each for each in (self._run.datamodule, self._run.module) if each is not None]
+
+        def owner_of(hook: str) -> Any:
+            return next((each for each in owners if implements(each, hook)), owners[-1])
+
+        return SimpleNamespace(_datahook_selector=SimpleNamespace(get_instance=owner_of))
 
     @property
     def lightning_module(self) -> Any:

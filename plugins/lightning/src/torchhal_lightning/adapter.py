@@ -59,8 +59,8 @@ class LightningAdapter(ModelAdapter):
         self._profiling: Profiling | None = None
         self._trained_on: Any = ()
         """The loaders of a fit."""
-        self._wrapped: list[str] = []
-        """Methods that the module has in this run."""
+        self._wrapped: list[tuple[str, Any]] = []
+        """Methods that the module has in this run, with those that it had itself."""
         self._silent: list[tuple[Any, Any]] = []
         """Owners of hyperparameters that are not logged, and whether they would be."""
         self._declare()
@@ -122,8 +122,8 @@ class LightningAdapter(ModelAdapter):
     def _wrap(self, name: str, body: Callable[..., Any]) -> None:
         """Give the module another method of that name in this run."""
         assert self._attributes is not None
+        self._wrapped.append((name, self._attributes.get(name)))
         self._attributes[name] = body
-        self._wrapped.append(name)
 
     def _after_zero_grad(self, module: Any) -> Callable[[], None]:
         """Return a module's ``on_validation_model_eval``, before which a fit's validation calls another hook."""
@@ -148,17 +148,31 @@ class LightningAdapter(ModelAdapter):
 
     def set_training_mode(self, model: Any) -> None:
         """Leave each module in the mode that it has, as Lightning does since 2.2: a frozen one may be in the other."""
+        if self.run.is_global_zero:
+            for logger in self.run.loggers:
+                if hasattr(logger, "log_graph"):
+                    logger.log_graph(model)
         begin_once(self._trained_on)
 
     def end_run(self) -> None:
+        self._unwrap()
         self._finders.end()
-        for saver in self._savers:
-            saver.teardown(self.run.trainer, self.run.module, self.run.state.fn or "fit")
         profiling, self._profiling = self._profiling, None
-        if profiling is not None:
-            profiling.end()
+        try:
+            for saver in self._savers:
+                saver.teardown(self.run.trainer, self.run.module, self.run.state.fn or "fit")
+        finally:
+            if profiling is not None:
+                profiling.end()
+
+    def _unwrap(self) -> None:
+        """Give the module, the data module and the callbacks back what was theirs."""
         while self._wrapped:
-            vars(self.run.module).pop(self._wrapped.pop(), None)
+            name, own = self._wrapped.pop()
+            if own is None:
+                vars(self.run.module).pop(name, None)
+            else:
+                vars(self.run.module)[name] = own
         while self._silent:
             owner, logged = self._silent.pop()
             owner._log_hyperparams = logged

@@ -26,9 +26,10 @@ class AveragedWeights:
     def __init__(self, module: nn.Module, device: torch.device | None = None, **options: Any) -> None:
         holder = nn.Module()
         for index, tensor in enumerate(_parameters(module)):
-            holder.register_parameter(str(index), nn.Parameter(tensor.clone(), requires_grad=False))
+            copied = tensor.to(device or tensor.device, copy=True)
+            holder.register_parameter(str(index), nn.Parameter(copied, requires_grad=False))
         for index, tensor in enumerate(_buffers(module)):
-            holder.register_buffer(f"buffer{index}", tensor.clone())
+            holder.register_buffer(f"buffer{index}", tensor.to(device or tensor.device, copy=True))
         if options.get("avg_fn") is None and options.get("multi_avg_fn") is None:
             options["multi_avg_fn"] = _mean
         self._model = AveragedModel(holder, device=device, **options)

@@ -23,11 +23,21 @@ def extend_schedulers(trainer: Trainer, optimizer: Optimizer) -> None:
         ConfigurationError: a scheduler keeps values in each group that an added one lacks.
     """
     groups = optimizer.param_groups
+    extended: list[Any] = []
     for config in trainer.lr_scheduler_configs:
         for scheduler in _nested(config.scheduler):
             lists = {name: values for name in _LISTS if isinstance(values := getattr(scheduler, name, None), list)}
             if getattr(scheduler, "optimizer", None) is not optimizer or not lists:
                 continue
+            if hasattr(scheduler, "max_lrs") and len(scheduler.max_lrs) < len(groups):
+                raise ConfigurationError(
+                    f"{type(scheduler).__name__} can't take another parameter group while training: it has no highest "
+                    "rate for it. Use another scheduler, such as LambdaLR"
+                )
+            lists = {name: values for name, values in lists.items() if not any(values is each for each in extended)}
+            if not lists:  # another one's list
+                continue
+            extended += lists.values()
             for group in groups[min(map(len, lists.values())) :]:
                 if missing := sorted(set(groups[0]) - set(group) - {"initial_lr"}):
                     raise ConfigurationError(

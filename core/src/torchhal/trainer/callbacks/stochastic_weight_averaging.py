@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import SWALR
 
 from torchhal._arguments import check_count, check_device
@@ -84,6 +84,8 @@ class StochasticWeightAveraging(Callback):
 
     def _reset_state(self) -> None:
         self._average: AveragedWeights | None = None
+        self._averaged: weakref.ref[nn.Module] | None = None
+        """The model that the average belongs to."""
         self._parameters: dict[str, Tensor] = {}
         """The averaged parameters, which share the average's memory, or a checkpoint's."""
         self._n_averaged = 0
@@ -93,7 +95,12 @@ class StochasticWeightAveraging(Callback):
         """Whether this fit has given the model the average."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_average": None, "_scheduler": None}  # made again, from the parameters and the state
+        return {
+            **vars(self),
+            "_average": None,
+            "_averaged": None,
+            "_scheduler": None,
+        }  # made again, from the parameters and the state
 
     # -- the run -----------------------------------------------------------------------------------------------------
 
@@ -122,6 +129,9 @@ class StochasticWeightAveraging(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: Any) -> None:
         """Raise ConfigurationError for a model, optimizers or schedulers that can't be averaged."""
+        own = None if self._averaged is None else self._averaged()
+        if own is not None and own is not module and trainer.ckpt_path is None:  # another model's average
+            self._reset_state()
         name = type(self).__name__
         for what, count in (("optimizer", len(trainer.optimizers)), ("scheduler", len(trainer.lr_scheduler_configs))):
             if count > 1:
@@ -142,7 +152,7 @@ class StochasticWeightAveraging(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, module: Any) -> None:
         epoch = trainer.current_epoch
-        if epoch < self.swa_start(trainer):
+        if epoch < self.swa_start(trainer) and not self._n_averaged:  # a later max_epochs doesn't end it
             return
         if self._scheduler is None:
             self._exchange_scheduler(trainer)
@@ -179,15 +189,14 @@ class StochasticWeightAveraging(Callback):
             if self._n_averaged:
                 _load(own, self._parameters)
                 average.n_averaged = self._n_averaged
-            self._average, self._parameters = average, own
+            self._average, self._parameters, self._averaged = average, own, weakref.ref(module)
         return self._average
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
         """Give the model the average, and its batch norms the statistics of that."""
         if self._n_averaged:
             self._average_of(module).copy_parameters_to(module)
-            if any(isinstance(each, _BatchNorm) for each in module.modules()):
-                update_batch_norms(trainer, module)
+            update_batch_norms(trainer, module)
         self._has_ended = True
 
     def on_fit_end(self, trainer: Trainer, module: Any) -> None:

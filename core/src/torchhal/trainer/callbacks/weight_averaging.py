@@ -129,6 +129,8 @@ class WeightAveraging(Callback):
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         if self._catches_up:  # another callback may have saved after the step, and before its update
             self._update_after_step(trainer, module)
+            if not trainer.fit_loop.progress.batches_done:
+                self._update_after_epoch(module, trainer.current_epoch - 1)
         self._catches_up = False
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -141,7 +143,9 @@ class WeightAveraging(Callback):
             self._latest_update_step = step
 
     def on_train_epoch_end(self, trainer: Trainer, module: Any) -> None:
-        epoch = trainer.current_epoch
+        self._update_after_epoch(module, trainer.current_epoch)
+
+    def _update_after_epoch(self, module: nn.Module, epoch: int) -> None:
         if epoch > self._latest_update_epoch and self.should_update(epoch_idx=epoch):
             self._update(module)
             self._latest_update_epoch = epoch
@@ -233,7 +237,10 @@ class WeightAveraging(Callback):
             )
             return
         present = checkpoint["state_dict"]
-        if gathers_weights(trainer.strategy):
+        names = dict(module.named_parameters(remove_duplicate=False)).keys()
+        if (
+            gathers_weights(trainer.strategy) or not names <= present.keys()
+        ):  # else the model's own names are those saved
             present = _copied(present)
             self._average.swap(module)
             try:

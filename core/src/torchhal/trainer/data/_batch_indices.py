@@ -41,6 +41,7 @@ def recording(loader: Any) -> Any:
         not isinstance(loader, DataLoader)
         or isinstance(loader.dataset, IterableDataset)
         or loader.batch_sampler is None  # each item is a batch
+        or not getattr(loader, "in_order", True)  # batches come as workers are done
     ):
         return loader
     return with_batch_sampler(loader, RecordingBatchSampler(loader.batch_sampler))

@@ -20,6 +20,13 @@ def start_iterator(loader: Any) -> Iterator[Any]:
     return iterator
 
 
+def until_any_ends(batches: Iterator[Any], strategy: Any) -> Iterator[Any]:
+    """Yield the batches of a loader without a length until it ends on any rank. Every rank must call."""
+    nothing = object()
+    while strategy.reduce_boolean_decision((batch := next(batches, nothing)) is not nothing):
+        yield batch
+
+
 class AcceleratorIterator:
     """An iterator of a loader that the accelerator has put around another one.
 

@@ -19,7 +19,7 @@ from torchhal.trainer._progress import FitProgress
 from torchhal.trainer._run_data import reach_end_of_sampler, reload_data
 from torchhal.trainer._run_part import RunPart
 from torchhal.trainer.data._batch_transfer import batch_transfer
-from torchhal.trainer.data._iterators import close_iterator
+from torchhal.trainer.data._iterators import close_iterator, until_any_ends
 from torchhal.trainer.data._loaders import no_batch, share_of
 from torchhal.trainer.data._training_data import TrainingData
 from torchhal.trainer.logging._log_options import batch_size_of
@@ -215,7 +215,7 @@ class FitLoop(RunPart[Run]):
         by_batch = run.adapters.logs_by_batch(run.module)
         alone = run.world_size == 1
         run.current_hook = "training_step"
-        source = batches if data.loader_length is not None or alone else self._together(batches)
+        source = batches if data.loader_length is not None or alone else until_any_ends(batches, run.strategy)
 
         while True:
             try:  # a for loop would call iter() again, which restarts a loader that is its own iterator
@@ -393,16 +393,6 @@ class FitLoop(RunPart[Run]):
                 )
             return -1 if due else 0
         return max(1, share_of(length, interval)) if due else 0
-
-    def _together(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches of a loader without a length until it ends on any rank."""
-        decide = self.run.strategy.reduce_boolean_decision
-        nothing = object()
-        while True:
-            batch = next(batches, nothing)
-            if not decide(batch is not nothing):
-                return
-            yield batch
 
     def _validation_due(self, length: int | None) -> bool:
         every = self.validation_interval(length)

@@ -4,7 +4,6 @@ from torchhal_lightning.stand_in._version import __version__
 from torchhal_lightning.stand_in.pytorch import (
     accelerators,
     callbacks,
-    cli,
     core,
     loggers,
     plugins,
@@ -27,7 +26,6 @@ __all__ = [
     "__version__",
     "accelerators",
     "callbacks",
-    "cli",
     "core",
     "loggers",
     "plugins",

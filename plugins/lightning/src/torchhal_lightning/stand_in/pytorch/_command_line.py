@@ -132,6 +132,8 @@ class SaveConfigCallback(Callback):
         self.parser, self.config, self.config_filename = parser, config, config_filename
         self.overwrite, self.multifile, self.save_to_log_dir = overwrite, multifile, save_to_log_dir
         self.already_saved = False
+        self._text: str | None = None
+        """The configuration, in a process that a launcher has started by pickle."""
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         """Save, before the first run.
@@ -151,16 +153,24 @@ class SaveConfigCallback(Callback):
                 )
             if trainer.is_global_zero:
                 files.makedirs(folder, exist_ok=True)
-                self.parser.save(self.config, path, skip_none=False, overwrite=self.overwrite, multifile=self.multifile)
+                self._write(path, files)
         if trainer.is_global_zero:
             self.save_config(trainer, module, stage)
         self.already_saved = True
+
+    def _write(self, path: str, files: Any) -> None:
+        if self._text is None:
+            self.parser.save(self.config, path, skip_none=False, overwrite=self.overwrite, multifile=self.multifile)
+            return
+        with files.open(path, "w") as file:
+            file.write(self._text)
 
     def save_config(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Save it elsewhere too; for subclasses, on rank 0."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "parser": None, "config": None}
+        text = self.parser.dump(self.config, skip_none=False) if self._text is None else self._text
+        return {**self.__dict__, "parser": None, "config": None, "_text": text}
 
 
 class LightningCLI:

@@ -114,7 +114,7 @@ class LightningModule(InitialHyperparameters, torchhal.Module):
         return self(batch)
 
     def on_validation_model_zero_grad(self) -> None:
-        """Clear gradients before a validation; not called here."""
+        """Clear gradients before a fit's validation, between two optimizer steps; empty by default."""
 
     # -- the rest --------------------------------------------------------------------------------------------
 

@@ -148,12 +148,19 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
 
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
-    """Give this process's generators their state back at the end."""
+    """Give this process's generators their state back at the end.
+
+    Args:
+        include_cuda: those of GPUs too.
+    """
     state = rng.collect_host()
+    gpus = torch.cuda.get_rng_state_all() if include_cuda and torch.cuda.is_available() else None
     try:
         yield
     finally:
         rng.restore_host(state)
+        if gpus is not None:
+            torch.cuda.set_rng_state_all(gpus)
 
 
 def is_overridden(method_name: str, instance: object | None = None, parent: type[object] | None = None) -> bool:
