@@ -460,7 +460,11 @@ class Strategy(Composable, CarriedPrecisions, StrategyHooks, StrategySteps, Stra
         self.failure = None
         self.mark_step = None
         if self.module is not None and self.devices and self.root_device.type != "cpu":
-            move_module(self.module, torch.device("cpu"))
+            if any(tensor.is_meta for tensor in (*self.module.parameters(), *self.module.buffers())):
+                # refused by model_to_device, or another rank's: what has no values stays where it is
+                self.module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # type: ignore[no-untyped-call]
+            else:
+                move_module(self.module, torch.device("cpu"))
             for optimizer in self.optimizers:
                 move_optimizer_state(optimizer, torch.device("cpu"))
 
