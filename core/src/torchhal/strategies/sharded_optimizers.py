@@ -154,18 +154,22 @@ class ShardedOptimizersStrategy(ParallelStrategy):
             )
 
 
-def largest_share(model: ModelMemory, owner: Mapping[torch.Tensor, int], world_size: int) -> int:
+def largest_share(
+    model: ModelMemory, owner: Mapping[torch.Tensor, int], world_size: int, *, gradients: bool = False
+) -> int:
     """Return the bytes of optimizer state of the rank that has most, where each parameter's is on one rank.
 
     Args:
         model: of which the memory is estimated.
         owner: the rank that steps each parameter.
         world_size: number of ranks.
+        gradients: count these in the state's place.
     """
     load = [0] * world_size
     for entry in model.parameters:
         if entry.parameter in owner:
-            load[owner[entry.parameter]] += entry.parts()[2]
+            _, gradient, state = entry.parts()
+            load[owner[entry.parameter]] += gradient if gradients else state
     return max(load)
 
 

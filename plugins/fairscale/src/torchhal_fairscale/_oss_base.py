@@ -123,12 +123,7 @@ class OSSBase(ShardedOptimizersStrategy):
 
     def memory_per_rank(self, model: ModelMemory, world_size: int) -> MemoryEstimate:
         whole = super().memory_per_rank(model, world_size)
-        rank_of = {
-            parameter: rank
-            for optimizer in model.optimizers
-            for parameter, rank in estimated_owners(optimizer, world_size).items()
-        }
-        return replace(whole, optimizer=largest_share(model, rank_of, world_size))
+        return replace(whole, optimizer=largest_share(model, owners_in(model, world_size), world_size))
 
     # -- state -----------------------------------------------------------------------------------------------
 
@@ -154,6 +149,15 @@ class OSSBase(ShardedOptimizersStrategy):
         owners = [shards.owner[parameter] for parameter in shards.parameters()]
         mine = {index: entry for index, entry in state["state"].items() if owners[index] == self.global_rank}
         super().load_optimizer_state(optimizer, {**state, "state": mine})
+
+
+def owners_in(model: ModelMemory, world_size: int) -> dict[torch.Tensor, int]:
+    """Return the rank of each parameter that an optimizer of the model steps."""
+    return {
+        parameter: rank
+        for optimizer in model.optimizers
+        for parameter, rank in estimated_owners(optimizer, world_size).items()
+    }
 
 
 def estimated_owners(optimizer: Optimizer, world_size: int) -> dict[torch.Tensor, int]:

@@ -17,10 +17,11 @@ from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.strategies import StepResult
 from torchhal.strategies.gradient_averaging import GradientAveragingStrategy
 from torchhal.strategies.model_checks import check_dense_gradients
+from torchhal.strategies.sharded_optimizers import largest_share
 from torchhal_fairscale._compatibility import check_no_own_clipping, check_no_step_hooks
 from torchhal_fairscale._gradient_norm import clip_by_norm, total_norm
 from torchhal_fairscale._gradient_reduction import GradientReduction
-from torchhal_fairscale._oss_base import OSSBase
+from torchhal_fairscale._oss_base import OSSBase, owners_in
 
 
 class FairscaleSDPStrategy(OSSBase, GradientAveragingStrategy):
@@ -236,5 +237,5 @@ class FairscaleSDPStrategy(OSSBase, GradientAveragingStrategy):
             return whole
         return replace(
             whole.plus(whole.gradients, "backward holds a gradient until it has travelled"),
-            gradients=-(-whole.gradients // world_size),
+            gradients=largest_share(model, owners_in(model, world_size), world_size, gradients=True),
         )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torchhal.trainer.adapters import Run
-from torchhal_lightning._trainer_view import VIEWS, TrainerView, views
+from torchhal_lightning._picklable import is_picklable
+from torchhal_lightning._trainer_view import VIEWS, TrainerView
 
 
 class CarriedFacade:
@@ -30,31 +30,23 @@ class CarriedFacade:
             return None, {}
         attributes = {name: value for name, value in vars(facade).items() if name not in (*VIEWS, "trainer")}
         arguments = attributes.pop("_arguments", {})
-        kept = {name: value for name, value in attributes.items() if _is_picklable(value)}
-        kept["_arguments"] = {name: value if _is_picklable(value) else None for name, value in arguments.items()}
-        return next(cls for cls in type(facade).__mro__ if _is_picklable(cls)), kept
+        kept = {name: value for name, value in attributes.items() if is_picklable(value)}
+        kept["_arguments"] = {name: value if is_picklable(value) else None for name, value in arguments.items()}
+        return next(cls for cls in type(facade).__mro__ if is_picklable(cls)), kept
 
     def __setstate__(self, state: Any) -> None:
         self._facade, self._arrived = _nothing, state
 
-    def revived(self, run: Run) -> TrainerView | None:
-        """Return the facade of ``run`` in a process that it has come to; None where it was made."""
+    def of(self, run: Run) -> TrainerView | None:
+        """Return the facade of ``run``, made again in a process that it has come to; None where it is gone."""
         cls, attributes = self._arrived or (None, {})
         if cls is None:
-            return None
+            return self._facade()
         facade: TrainerView = object.__new__(cls)
         TrainerView.__init__(facade, run)
         vars(facade).update(attributes, trainer=run.trainer)
-        views[run.trainer] = weakref.ref(facade)
+        self._facade, self._arrived = weakref.ref(facade), None
         return facade
-
-
-def _is_picklable(value: Any) -> bool:
-    try:
-        pickle.dumps(value)
-    except Exception:  # what it raises depends on the object
-        return False
-    return True
 
 
 def _nothing() -> None: ...

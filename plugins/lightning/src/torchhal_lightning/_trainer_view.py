@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary
 
 from torchhal.trainer.adapters import Run, implements
 from torchhal_lightning import _trees as trees
@@ -14,9 +13,6 @@ from torchhal_lightning._loop_views import FitLoopView
 from torchhal_lightning._predictions import PredictLoopView
 from torchhal_lightning._strategy_view import AcceleratorView, PrecisionView, StrategyView
 from torchhal_lightning._words import StateView, Word
-
-views: WeakKeyDictionary[Any, ReferenceType[TrainerView]] = WeakKeyDictionary()
-"""Trainer of torchhal's -> the object with Lightning's signature that has made it."""
 
 VIEWS = frozenset({"_run", "_kept", "_logger_connector", "_results", "fit_loop", "predict_loop"})
 """Attributes of a view that show a run."""

@@ -22,7 +22,7 @@ from torchhal_lightning._predictions import PredictLoopView
 from torchhal_lightning._profiling import Profiling
 from torchhal_lightning._savers import SaverBeside
 from torchhal_lightning._strategy_view import StrategyView
-from torchhal_lightning._trainer_view import TrainerView, views
+from torchhal_lightning._trainer_view import TrainerView
 from torchhal_lightning._translated_parts import translated
 
 _BASES = ("LightningModule", "LightningDataModule", "Callback")
@@ -75,10 +75,9 @@ class LightningAdapter(ModelAdapter):
     @property
     def trainer(self) -> TrainerView:
         if self._view is None:
-            made_by = views.get(self.run.trainer)
             carried = getattr(self.run.trainer, "facade", None)
-            view = made_by() if made_by else carried.revived(self.run) if isinstance(carried, CarriedFacade) else None
-            self._view = view or TrainerView(self.run)
+            facade = carried.of(self.run) if isinstance(carried, CarriedFacade) else None
+            self._view = facade or TrainerView(self.run)
         return self._view
 
     def adapt_request(self, request: Request) -> Request:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -22,7 +21,7 @@ from torchhal_lightning._default_callbacks import with_defaults
 from torchhal_lightning._environment import defaults_from_variables
 from torchhal_lightning._errors import raising_lightnings
 from torchhal_lightning._profiling import LoopTimes, make_profiler
-from torchhal_lightning._trainer_view import TrainerView, views
+from torchhal_lightning._trainer_view import TrainerView
 from torchhal_lightning._translated_parts import as_list
 from torchhal_lightning.tuner import QUIET
 
@@ -168,7 +167,6 @@ class Trainer(TrainerView):
         if profiler is not None:
             trainer.callbacks.insert(0, LoopTimes(self.profiler))
         self.enable_autolog_hparams = enable_autolog_hparams
-        views[trainer] = weakref.ref(self)
         trainer.facade = CarriedFacade(self)
 
     @property

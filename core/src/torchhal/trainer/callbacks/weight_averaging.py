@@ -127,7 +127,11 @@ class WeightAveraging(Callback):
             self._average.n_averaged = count
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
-        if self._catches_up:  # another callback may have saved after the step, and before its update
+        self._catch_up(trainer, module)
+
+    def _catch_up(self, trainer: Trainer, module: nn.Module) -> None:
+        """Make the updates that were due when another callback saved before this one."""
+        if self._catches_up:
             self._update_after_step(trainer, module)
             if not trainer.fit_loop.progress.batches_done:
                 self._update_after_epoch(module, trainer.current_epoch - 1)
@@ -157,9 +161,7 @@ class WeightAveraging(Callback):
 
     def on_fit_end(self, trainer: Trainer, module: Any) -> None:
         """Do so as well where a continued fit had nothing to do."""
-        if self._catches_up:
-            self._update_after_step(trainer, module)
-            self._catches_up = False
+        self._catch_up(trainer, module)
         if not self._in_use and self._is_of(module):
             self._swap(module)
 
@@ -238,9 +240,8 @@ class WeightAveraging(Callback):
             return
         present = checkpoint["state_dict"]
         names = dict(module.named_parameters(remove_duplicate=False)).keys()
-        if (
-            gathers_weights(trainer.strategy) or not names <= present.keys()
-        ):  # else the model's own names are those saved
+        renamed = not names <= present.keys()  # by a hook of the model's
+        if renamed or gathers_weights(trainer.strategy):
             present = _copied(present)
             self._average.swap(module)
             try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from torchhal import rng
 from torchhal import seed_everything as _seed_everything
 from torchhal.pytree import move_to_device
 from torchhal.trainer.adapters import implements
+from torchhal_lightning._picklable import is_picklable
 from torchhal_lightning.stand_in.pytorch.utilities import combined_loader, exceptions, migration, rank_zero, types
 from torchhal_lightning.stand_in.pytorch.utilities.combined_loader import CombinedLoader
 from torchhal_lightning.stand_in.pytorch.utilities.exceptions import MisconfigurationException
@@ -177,15 +177,6 @@ def garbage_collection_cuda() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def is_picklable(value: object) -> bool:
-    """Whether pickle can write it."""
-    try:
-        pickle.dumps(value)
-    except Exception:  # what it raises depends on the object
-        return False
-    return True
 
 
 def find_shared_parameters(module: nn.Module) -> list[list[str]]:
