@@ -355,8 +355,8 @@ class ShardedStrategy(ParallelStrategy):
         assert self.module is not None
         for name, parameter in self.module.named_parameters():
             if name in gradients and not parameter.is_meta:
-                own = gradients[name].clone()  # the accumulation writes to it
-                parameter.grad = place_like(f"the gradient of {name}", own, parameter.detach())
+                placed = place_like(f"the gradient of {name}", gradients[name], parameter.detach())
+                parameter.grad = placed.clone()  # the accumulation writes to it
 
     # -- gradients -------------------------------------------------------------------------------------------
 
