@@ -88,7 +88,7 @@ class TrainerProperties:
     limit_test_batches = Forwarded[int | float]("_run")
     limit_predict_batches = Forwarded[int | float]("_run")
     overfit_batches = Forwarded[int | float]("_run")
-    val_check_interval = Forwarded[int | float]("_run")
+    val_check_interval = Forwarded[int | float | timedelta]("_run")
     check_val_every_n_epoch = Forwarded[int | None]("_run")
     num_sanity_val_steps = Forwarded[int]("_run")
     accumulate_grad_batches = Forwarded[int]("_run")

@@ -302,7 +302,7 @@ def log_hyperparams(run: Run) -> None:
 def load_fit_data(run: Run, loop: FitLoop) -> None:
     data = load_training_data(run)  # estimated_stepping_batches may have needed it already
     run.sources.validation_data = load_validation_data(run)
-    loop.validation_interval(data.length)  # raises now, not in the first epoch that validates
+    loop.validations.interval(data.length)  # raises now, not in the first epoch that validates
 
 
 def fit(run: Run, loop: FitLoop) -> None:

@@ -187,7 +187,7 @@ class RunSettings:
     limit_test_batches = Setting[int | float](arguments.check_limit, running=_refuse_in("test"))
     limit_predict_batches = Setting[int | float](arguments.check_limit, running=_refuse_in("predict"))
     overfit_batches = Setting[int | float](partial(arguments.check_limit, optional=False), running=_refuse_in("fit"))
-    val_check_interval = Setting[int | float](arguments.check_interval, fits=_interval_fits)
+    val_check_interval = Setting[int | float | timedelta](arguments.check_interval, fits=_interval_fits)
     check_val_every_n_epoch = Setting[int | None](
         partial(arguments.check_optional_count, minimum=1), fits=_interval_fits
     )

@@ -62,7 +62,8 @@ class Trainer(TrainerProperties):
             share of them.
         overfit_batches: train on so many batches, unshuffled, and validate on the same ones.
         fast_dev_run: run so many batches (True: one) of everything, and keep nothing.
-        val_check_interval: validate every so many batches, or after a share of the epoch.
+        val_check_interval: validate every so many batches, after a share of the epoch, or as soon as so much time has
+            passed since the last one (as in ``max_time``; rank 0's clock decides for all).
         check_val_every_n_epoch: validate in every n-th epoch; None: ``val_check_interval`` counts across epochs.
         num_sanity_val_steps: validation batches before training, to find errors early; -1 for all.
         accumulate_grad_batches: batches per optimizer step.
@@ -124,7 +125,7 @@ class Trainer(TrainerProperties):
         limit_predict_batches: int | float | None = None,
         overfit_batches: int | float = 0.0,
         fast_dev_run: int | bool = False,
-        val_check_interval: int | float | None = None,
+        val_check_interval: int | float | str | timedelta | dict[str, int] | None = None,
         check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int | None = None,
         accumulate_grad_batches: int = 1,

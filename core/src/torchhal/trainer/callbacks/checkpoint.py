@@ -23,7 +23,7 @@ from torchhal.trainer.callbacks._monitor import check_mode, check_monitor, missi
 from torchhal.trainer.callbacks._rank_agreement import decide_on_rank_zero
 from torchhal.trainer.callbacks._run_ownership import EXPIRES_S
 from torchhal.trainer.callbacks._run_takeover import take_over_run
-from torchhal.trainer.callbacks._synced_timer import SharedClock
+from torchhal.trainer._shared_clock import SharedClock
 from torchhal.trainer.callbacks._written_files import WrittenFiles
 from torchhal.trainer.callbacks.base import Callback
 
