@@ -12,6 +12,7 @@ from torch import nn
 from torchhal._overrides import overrides
 from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.errors import CheckpointError, ConfigurationError
+from torchhal.trainer._shared_clock import SharedClock
 from torchhal.trainer.callbacks import (
     Callback,
     EarlyStopping,
@@ -21,7 +22,6 @@ from torchhal.trainer.callbacks import (
     ProgressBar,
 )
 from torchhal.trainer.callbacks._checkpoint_files import earlier_runs, normal_folder
-from torchhal.trainer._shared_clock import SharedClock
 from torchhal.trainer.callbacks.summary import summarize
 
 

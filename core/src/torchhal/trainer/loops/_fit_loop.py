@@ -10,7 +10,6 @@ import torch
 
 from torchhal import rng
 from torchhal.distributed.signals import at_once
-from torchhal.errors import ConfigurationError
 from torchhal.trainer import _rank_consistency as rank_consistency
 from torchhal.trainer import _resume as resume
 from torchhal.trainer._forwarded import Forwarded
