@@ -150,7 +150,8 @@ def environment(name: str, packages: list[str], log: Path) -> Path:
 
 def run(way: str, python: Path, case: Path, log: Path) -> dict[str, Any]:
     """Train ``case`` by the Trainer of ``way``, and return what it noted."""
-    variables = os.environ | {"PYTHONPATH": str(HERE), "PUBLISHED_TRAINER": way, "OMP_NUM_THREADS": "1"}
+    folders = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    variables = os.environ | {"PYTHONPATH": folders, "PUBLISHED_TRAINER": way, "OMP_NUM_THREADS": "1"}
     # no accelerator, no downloads, and no reports of use to anybody
     variables |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "MPLBACKEND": "agg"}
     variables |= {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(STAND_INS), os.environ.get("LD_LIBRARY_PATH")]))}
