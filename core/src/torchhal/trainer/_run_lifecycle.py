@@ -287,13 +287,13 @@ def add_model_callbacks(run: Run) -> None:
         )
     replaced = {type(callback) for callback in own}
     kept = [callback for callback in run.callbacks if type(callback) not in replaced]
-    run.callbacks = make_callbacks([*kept, *own], run.adapters)
+    run.callbacks = make_callbacks([*kept, *own], run.adapters, notes=[])
     run.sources.callbacks_asked_of = run.module
 
 
 def log_hyperparams(run: Run) -> None:
     for owner in (run.module, run.datamodule):
-        hparams = getattr(owner, "hparams", None)
+        hparams = getattr(owner, "hparams_initial", None) or getattr(owner, "hparams", None)
         if hparams and getattr(owner, "_log_hyperparams", True) and run.is_global_zero:
             for logger in run.loggers:
                 logger.log_hyperparams(dict(hparams))

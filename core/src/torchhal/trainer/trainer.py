@@ -79,7 +79,8 @@ class Trainer(TrainerProperties):
             rank has as many; evaluation sees each once.
         sync_batchnorm: let batch norms compute over the batches of all ranks when they train, on any device.
         reload_dataloaders_every_n_epochs: get a new training loader so often; 0 is never.
-        inference_mode: evaluate under ``torch.inference_mode`` rather than ``no_grad``.
+        inference_mode: evaluate under ``torch.inference_mode`` rather than ``no_grad``; not inside of a fit, where
+            tensors of a validation may be trained with.
         deterministic: True: only deterministic algorithms; "warn": warn where there is none.
         benchmark: torch's search for the fastest kernels, where the device has one.
         detect_anomaly: stop at a loss that is not finite and trace the origin of bad gradients; slow.

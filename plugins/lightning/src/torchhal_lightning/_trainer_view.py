@@ -9,7 +9,7 @@ from torchhal.trainer.adapters import Run, implements
 from torchhal_lightning import _trees as trees
 from torchhal_lightning._combined_loaders import CombinedBatches
 from torchhal_lightning._logging import LoggerConnectorView, ResultsView
-from torchhal_lightning._loop_views import FitLoopView
+from torchhal_lightning._loop_views import EvaluationLoopView, FitLoopView
 from torchhal_lightning._predictions import PredictLoopView
 from torchhal_lightning._strategy_view import AcceleratorView, PrecisionView, StrategyView
 from torchhal_lightning._words import StateView, Word
@@ -91,6 +91,14 @@ class TrainerView:
     @property
     def accelerator(self) -> AcceleratorView:
         return AcceleratorView(self._run)
+
+    @property
+    def validate_loop(self) -> EvaluationLoopView:
+        return EvaluationLoopView(self._run, "validate")
+
+    @property
+    def test_loop(self) -> EvaluationLoopView:
+        return EvaluationLoopView(self._run, "test")
 
     @property
     def enable_validation(self) -> bool:

@@ -24,7 +24,7 @@ from torchhal_lightning._errors import raising_lightnings
 from torchhal_lightning._profiling import LoopTimes, make_profiler
 from torchhal_lightning._trainer_view import VIEWS, TrainerView
 from torchhal_lightning._translated_parts import as_list
-from torchhal_lightning.tuner import QUIET
+from torchhal_lightning.tuner import QUIET, TunedData
 
 _PRECISIONS = {
     "16": "16-mixed",
@@ -180,12 +180,44 @@ class Trainer(TrainerView):
             return super().__deepcopy__(memo)
         made: Trainer = object.__new__(type(self))
         memo[id(self)] = made
-        trainer = copy.deepcopy(self.trainer, memo)
-        TrainerView.__init__(made, run_of(trainer))
-        own = {name: value for name, value in vars(self).items() if name not in (*VIEWS, "trainer")}
-        vars(made).update(copy.deepcopy(own, memo), trainer=trainer)
-        trainer.facade = CarriedFacade(made)
-        return made
+        return made._made_of(*copy.deepcopy(self._parts(), memo))
+
+    def __reduce__(self) -> Any:
+        if self._run.state.fn is not None:
+            return super().__reduce__()
+        return _unpickled, (type(self), *self._parts())
+
+    def _parts(self) -> tuple[torchhal.Trainer, dict[str, Any]]:
+        """Return torchhal's Trainer and the attributes that are no views of it."""
+        return self.trainer, {name: value for name, value in vars(self).items() if name not in (*VIEWS, "trainer")}
+
+    def _made_of(self, trainer: torchhal.Trainer, attributes: dict[str, Any]) -> Trainer:
+        TrainerView.__init__(self, run_of(trainer))
+        vars(self).update(attributes, trainer=trainer)
+        trainer.facade = CarriedFacade(self)
+        return self
+
+    # -- what the Tuner leaves -------------------------------------------------------------------------------
+
+    tuned: TunedData | None = None
+    """The data of the batch size that a Tuner has found, until this Trainer has its own."""
+
+    def _data(self, name: str) -> Any:
+        if self.tuned is not None and self._run.state.fn is None:
+            return getattr(self.tuned, name)
+        return getattr(self.trainer, name)
+
+    @property
+    def train_dataloader(self) -> Any:
+        return self._data("train_dataloader")
+
+    @property
+    def val_dataloaders(self) -> Any:
+        return self._data("val_dataloaders")
+
+    @property
+    def datamodule(self) -> Any:
+        return self._data("datamodule")
 
     @property
     def max_epochs(self) -> int | None:
@@ -290,7 +322,13 @@ class Trainer(TrainerView):
     ) -> list[Any] | None:
         """Return what ``predict_step`` returned for each batch."""
         keep = True if return_predictions is None else return_predictions
-        return self.trainer.predict(model, dataloaders, datamodule, keep, self._path(model, ckpt_path))
+        found = self.trainer.predict(model, dataloaders, datamodule, keep, self._path(model, ckpt_path))
+        self.predict_loop.returned = found or []
+        return found
+
+
+def _unpickled(cls: type[Trainer], trainer: torchhal.Trainer, attributes: dict[str, Any]) -> Trainer:
+    return object.__new__(cls)._made_of(trainer, attributes)
 
 
 def _epochs_only(results: list[dict[str, float]]) -> list[dict[str, float]]:

@@ -11,6 +11,7 @@ import ast
 import inspect
 import json
 import os
+import sys
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -49,6 +50,9 @@ def unfair(function: Any, seen: frozenset[Any] = frozenset()) -> str | None:
                     continue  # a class of the test
                 return "looks at what is private"
             helper = function.__globals__.get(name)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):  # of a module of helpers
+                module = function.__globals__.get(node.value.id)
+                helper = getattr(module, name, None) if inspect.ismodule(module) else helper
             own_helper = (
                 inspect.isfunction(helper) and helper.__module__.startswith("tests_pytorch") and helper not in seen
             )
@@ -103,6 +107,8 @@ _count(lightning.pytorch.Trainer)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     global trainers
     trainers = 0
+    sys.__stdout__.write(f"\nBEGUN {item.nodeid}\n")  # which is all there is of one that ends the process
+    sys.__stdout__.flush()
     try:
         return (yield)
     finally:
