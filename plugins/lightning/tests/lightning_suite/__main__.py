@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -67,14 +66,12 @@ def run(folder: Path, trainer: str, files: Iterable[str], only: Iterable[str] = 
         chosen = folder / f"only-{name.replace('/', '-')}.json"
         while True:
             chosen.write_text(json.dumps(sorted(wanted)), encoding="utf-8")
+            own = environment | {"LIGHTNING_SUITE_ONLY": str(chosen.resolve())}
             done = subprocess.run(
-                [*command, name], cwd=folder / "tests", env=environment | {"LIGHTNING_SUITE_ONLY": str(chosen.resolve())},
-                check=False, capture_output=True, text=True,
-            )  # fmt: skip
-            said += done.stdout + done.stderr
-            ran = {line.get("test") for line in lines_of(results)} | set(
-                re.findall(r"^BEGUN (.*)$", said, re.MULTILINE)
+                [*command, name], cwd=folder / "tests", env=own, check=False, capture_output=True, text=True
             )
+            said += done.stdout + done.stderr
+            ran = {test for line in lines_of(results) for test in (line.get("test"), line.get("begun"))}
             if not (left := wanted - ran) or left == wanted:
                 chosen.unlink()
                 return name, said

@@ -11,7 +11,6 @@ import ast
 import inspect
 import json
 import os
-import sys
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -107,8 +106,7 @@ _count(lightning.pytorch.Trainer)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     global trainers
     trainers = 0
-    sys.__stdout__.write(f"\nBEGUN {item.nodeid}\n")  # which is all there is of one that ends the process
-    sys.__stdout__.flush()
+    _write({"begun": item.nodeid})  # which is all there is of one that ends the process
     try:
         return (yield)
     finally:
@@ -126,5 +124,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         "seconds": round(report.duration, 2),
         "why": "" if crash is None else f"{os.path.basename(crash.path)}:{crash.lineno}: {crash.message}",
     }
+    _write(line)
+
+
+def _write(line: dict[str, Any]) -> None:
     with open(os.environ["LIGHTNING_SUITE_RESULTS"], "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
