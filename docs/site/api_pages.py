@@ -157,7 +157,7 @@ def inherited(obj: griffe.Object | griffe.Alias) -> list[str]:
     return sorted(
         name
         for name, member in obj.inherited_members.items()
-        if not name.startswith("_") and member.final_target.parent.path in private
+        if not name.startswith("_") and member.has_docstring and member.final_target.parent.path in private
     )
 
 

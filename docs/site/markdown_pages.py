@@ -62,7 +62,7 @@ def copy_pages(target: Path, source_url: str) -> None:
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         (target / path).write_text(rewrite(text, origin, paths, source_url), encoding="utf-8")
     for folder in ASSETS:
-        shutil.copytree(DOCS / folder, target / folder)
+        shutil.copytree(DOCS / folder, target / folder, ignore=shutil.ignore_patterns("*.py"))
 
 
 def rewrite(text: str, origin: str, paths: Mapping[str, str], source_url: str) -> str:
