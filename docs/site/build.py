@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -38,6 +37,7 @@ REDIRECT = """<!doctype html>
 def build(folder: Path) -> Path:
     """Build this version into ``folder`` and return the version's own folder."""
     version, source_url = _project()
+    settings = _settings()
     (ROOT / "build").mkdir(exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="site-", dir=ROOT / "build"))
     pages = work / "pages"
@@ -45,7 +45,7 @@ def build(folder: Path) -> Path:
     copy_pages(pages, f"{source_url}/blob/main")
     api_pages.write_pages(pages)
     shutil.copy(HERE / "site.css", pages)
-    (work / "zensical.toml").write_text(_settings(), encoding="utf-8")
+    (work / "zensical.toml").write_text(settings, encoding="utf-8")
     _render(work)
     target = folder / version
     shutil.rmtree(target, ignore_errors=True)
@@ -68,11 +68,8 @@ def _project() -> tuple[str, str]:
 def _render(work: Path) -> None:
     """Run the generator in ``work``, and take for an error what mkdocstrings warns of, too."""
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
-    environ = {**os.environ, "NO_COLOR": "1"}
-    done = subprocess.run(
-        command, check=False, cwd=work, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    said, _, _ = done.stdout.partition("Traceback (most recent call last)")
+    done = subprocess.run(command, check=False, cwd=work, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    said, _, _ = re.sub(r"\x1b\[[\d;]*m", "", done.stdout).partition("Traceback (most recent call last)")
     print(said, end="")
     if done.returncode or re.search("^(griffe|mkdocstrings)", said, re.MULTILINE):
         raise SystemExit(f"the site is not built: mend the pages named above, which are copied to {work / 'pages'}")

@@ -70,7 +70,7 @@ def rewrite(text: str, origin: str, paths: Mapping[str, str], source_url: str) -
     parts = []
     for is_code, part in _split(text):
         if not is_code:
-            part = _COMMENT.sub("", part)
+            part = _COMMENT.sub(lambda match: "\n" * match[0].count("\n"), part)  # lines keep their numbers
             part = _LINK.sub(lambda match: _relinked(match, origin, paths, source_url), part)
         parts.append(part)
     return "".join(parts)
