@@ -17,14 +17,16 @@ import chromium
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PYTHON = ROOT / ".venv-docs" / "bin" / "python"
+ENVIRONMENT = ROOT / ".venv-docs"
 OLDER = "0.1.0"
 """A release that is published already."""
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not PYTHON.exists(), reason="no environment for the documentation here: make docs makes it"),
+    pytest.mark.skipif(
+        not (ENVIRONMENT / "packages.stamp").exists(), reason="no environment for the documentation: make docs makes it"
+    ),
 ]
 in_a_browser = pytest.mark.skipif(chromium.find() is None, reason="no Chromium here: make browser installs it")
 
@@ -60,9 +62,8 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     (folder / OLDER).mkdir()
     (folder / OLDER / "index.html").write_text("<!doctype html><title>old</title><p>an older release</p>")
-    done = subprocess.run(
-        [PYTHON, ROOT / "docs" / "site" / "build.py", folder], check=False, capture_output=True, text=True, timeout=600
-    )
+    build = [ENVIRONMENT / "bin" / "python", ROOT / "docs" / "site" / "build.py", folder]
+    done = subprocess.run(build, check=False, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -158,6 +159,20 @@ def test_pages_open_without_an_error(pages: dict[str, Links], address: str) -> N
             assert page.evaluate("document.querySelector('h1').textContent.trim()"), path
             assert page.errors == [], path
         assert [url for url in page.requests if not url.startswith((address, "data:", "blob:", "about:"))] == []
+
+
+@in_a_browser
+@pytest.mark.parametrize(
+    "script", ["nowhere()", "console.error('nowhere')", "fetch('/nowhere')", "Promise.reject(Error('nowhere'))"]
+)
+def test_an_error_of_a_page_is_seen(script: str, published: Path, address: str) -> None:
+    """What the test above relies on."""
+    (published / "broken.html").write_text(f"<!doctype html><h1>broken</h1><script>{script}</script>")
+    with chromium.page() as page:
+        page.open(f"{address}/broken.html")
+        page.wait_for("document.readyState == 'complete'")
+        page.evaluate("new Promise(resolve => setTimeout(resolve, 200))")
+        assert any("nowhere" in error for error in page.errors)
 
 
 @in_a_browser
