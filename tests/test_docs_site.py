@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import subprocess
 import threading
 from collections import defaultdict
@@ -140,6 +141,18 @@ def test_docstrings_are_rendered(published: Path, version: str) -> None:
             assert rest not in text, f"{name}: {rest}"
     assert 'id="torchhal.Trainer.fit"' in api["torchhal"]
     assert 'id="torchhal.Trainer.callback_metrics"' in api["torchhal"]  # of a private base
+
+
+def test_markdown_is_rendered(published: Path, version: str) -> None:
+    """No list is taken for text, and no reference or directive for words: Markdown's renderers differ in these."""
+    left = defaultdict(list)
+    for file in (published / version).rglob("index.html"):
+        _, _, article = file.read_text(encoding="utf-8").partition("<article")
+        text = re.sub(r"<(pre|code)\b.*?</\1>", "", article.partition("</article>")[0], flags=re.DOTALL)
+        for paragraph in re.findall(r"<(?:p|li|td)>(.*?)</(?:p|li|td)>", text, flags=re.DOTALL):
+            if re.search(r"\n[-*] |^\| |``|\]\(|:(?:class|meth|func|attr|data):|\.\. \w+::", paragraph):
+                left[file.parent.name].append(paragraph)
+    assert left == {}
 
 
 def test_versions_are_listed(published: Path, version: str) -> None:

@@ -12,12 +12,15 @@ from typing import Any
 # -- docstrings ----------------------------------------------------------------------------------------------
 
 _ROLE = re.compile(r":(?:class|meth|func|attr|data|mod|exc):`~?([^`]+)`")
+_DIRECTIVE = re.compile(r"^( *)\.\. (versionadded|deprecated):: *(\S+) *", re.MULTILINE)
+_SINCE = {"versionadded": "New in", "deprecated": "Deprecated since"}
 _SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Yields|Example):$")
 
 
 def markdown(docstring: str) -> str:
     """Convert a docstring of this project (Google's sections, Sphinx's roles) to Markdown."""
     text = _ROLE.sub(lambda role: f"`{role[1].rpartition('.')[2]}`", inspect.cleandoc(docstring)).replace("``", "`")
+    text = _DIRECTIVE.sub(lambda match: f"{match[1]}*{_SINCE[match[2]]} {match[3]}.* ", text)
     lines: list[str] = []
     section = ""
     for line in text.splitlines():
@@ -33,7 +36,7 @@ def markdown(docstring: str) -> str:
         else:
             section = "" if line.strip() else section
             lines.append(line.replace("::", ":") if line.endswith("::") else line)
-    return "\n".join(lines).strip()
+    return "\n".join(line.rstrip() for line in lines).strip()
 
 
 def _named(item: str) -> str:
@@ -77,8 +80,8 @@ def declarations(cls: type[Any]) -> Iterator[str]:
         kind = re.sub(r"^ClassVar\[(.*)\]$", r"\1", ast.unparse(node.annotation))
         default = f" = {ast.unparse(node.value)}" if node.value is not None else ""
         text = f"`{node.target.id}: {kind}{default}`"
-        # Four spaces: lists within are nested for every renderer of Markdown.
-        yield f"- {text}\n{textwrap.indent(markdown(told), '    ')}".rstrip()
+        # Four spaces, and an empty line after each: every renderer of Markdown nests lists and paragraphs so.
+        yield f"- {text}\n{textwrap.indent(markdown(told), '    ')}".rstrip() + "\n"
 
 
 def methods(cls: type[Any]) -> Iterator[str]:
