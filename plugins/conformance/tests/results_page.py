@@ -99,7 +99,7 @@ def text(shown: list[tuple[str, dict[str, Any]]]) -> str:
         lines += ["|---|---|---|---|---|---|---|---|---|"]
         for file, report in shown:
             if report["kind"] == kind:
-                numbers = "".join(f"[{_number(numbers_of, note)}]" for note in _notes(report))
+                numbers = ", ".join(f"[{_number(numbers_of, note)}]" for note in _notes(report))
                 lines.append(f"| {' | '.join(_cells(file, report))} | {numbers} |")
         own = sorted((alias, entry) for (of, alias), entry in components.items() if of == kind)
         reported = {(report["plugin"], report["alias"]) for _, report in shown if report["kind"] == kind}

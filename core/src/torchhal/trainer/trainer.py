@@ -59,10 +59,16 @@ class Trainer(TrainerProperties):
             ({"csv": {"name": "mine"}}), or several of these.
         callbacks: a callback, an alias ("ema"), an alias with options, or several of these.
         default_root_dir: where runs are kept; the working directory when None.
-        max_epochs, min_epochs, max_steps, min_steps, max_time: when training ends; -1 is no limit. With none of them
-            given, 1000 epochs.
-        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: a number of batches or a
-            share of them.
+        max_epochs: end training after so many epochs; -1 is no limit. 1000 where neither ``max_steps`` nor ``max_time``
+            is given.
+        min_epochs: train at least so many epochs, whatever asks to stop earlier.
+        max_steps: end training after so many optimizer steps; -1 is no limit.
+        min_steps: take at least so many optimizer steps, whatever asks to stop earlier.
+        max_time: end training after this time: "DD:HH:MM:SS", a timedelta, or a dict of its arguments.
+        limit_train_batches: train on so many batches of each epoch (an int) or on this share of them (a float).
+        limit_val_batches: the same for validation.
+        limit_test_batches: the same for tests.
+        limit_predict_batches: the same for predictions.
         overfit_batches: train on so many batches, unshuffled, and validate on the same ones.
         fast_dev_run: run so many batches (True: one) of everything, and keep nothing.
         val_check_interval: validate every so many batches, after a share of the epoch, or as soon as so much time has
@@ -70,11 +76,13 @@ class Trainer(TrainerProperties):
         check_val_every_n_epoch: validate in every n-th epoch; None: ``val_check_interval`` counts across epochs.
         num_sanity_val_steps: validation batches before training, to find errors early; -1 for all.
         accumulate_grad_batches: batches per optimizer step.
-        gradient_clip_val, gradient_clip_algorithm: clip to this global norm ("norm") or value ("value"); not at all for
-            None and 0.
+        gradient_clip_val: clip gradients to this norm or value; not at all for None and 0.
+        gradient_clip_algorithm: "norm" (also for None): the norm of all gradients together; "value": each element.
         log_every_n_steps: how often step values go to the loggers.
-        enable_checkpointing, enable_progress_bar, enable_model_summary: the default callbacks. A ModelCheckpoint in
-            ``callbacks`` under ``enable_checkpointing=False`` is an error.
+        enable_checkpointing: add a ModelCheckpoint where ``callbacks`` has none. With False one in ``callbacks`` is an
+            error.
+        enable_progress_bar: add a progress bar where ``callbacks`` has none.
+        enable_model_summary: print the model's layers and the number of its parameters when a fit begins.
         use_distributed_sampler: share the loaders out over the ranks. Training repeats some samples so that every
             rank has as many; evaluation sees each once.
         sync_batchnorm: let batch norms compute over the batches of all ranks when they train, on any device.
