@@ -61,6 +61,7 @@ def test_onnx_computes_what_the_module_does(images: str, tmp_path: Path) -> None
     assert done.max_difference is not None and done.max_difference < 1e-4
 
 
+@pytest.mark.slow
 def test_several_inputs_and_nested_outputs(tmp_path: Path) -> None:
     path = trained(Tied(), tmp_path / "x.ckpt")
     reference = Tied.load_from_checkpoint(path).eval()
@@ -188,6 +189,7 @@ def test_without_onnx(tmp_path: Path, monkeypatch: Any, missing: str) -> None:
         export(tmp_path / "not read.ckpt", tmp_path / "x.onnx", model=Images)
 
 
+@pytest.mark.slow
 def test_without_onnxruntime(images: str, tmp_path: Path, monkeypatch: Any) -> None:
     pytest.importorskip("onnxscript")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
@@ -196,6 +198,7 @@ def test_without_onnxruntime(images: str, tmp_path: Path, monkeypatch: Any) -> N
     assert "onnxruntime is not installed" in (tmp_path / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_large_weights_are_a_second_file(images: str, tmp_path: Path, monkeypatch: Any) -> None:
     pytest.importorskip("onnxscript")
     monkeypatch.setattr("torchhal.export._onnx_file.ONE_FILE", 100)
