@@ -9,12 +9,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchhal import _arguments as arguments
+from torchhal import registry
 from torchhal._overrides import implements
 from torchhal._text_table import format_table
+from torchhal.composition import Composable
 from torchhal.distributed.rendezvous import expect
 from torchhal.errors import ModelError
 from torchhal.registry._hints import ATTRIBUTES
-from torchhal.resolve import Request, resolve
+from torchhal.resolve import Request, check_fit, composition_of, resolve
 from torchhal.trainer import _checkpointing as checkpointing
 from torchhal.trainer import _trained_by as trained_by
 from torchhal.trainer._configure_optimizers import SchedulerConfig, configure_optimizers
@@ -53,8 +55,9 @@ class Trainer(TrainerProperties):
         num_nodes: machines that take part; "auto": as many as the launcher has started processes on.
         precision: alias ("32-true", "bf16-mixed", ...) or object.
         plugins: precision, checkpoint IO and cluster environment, as objects or aliases.
-        logger: True (or None) for CSV files, False, a logger or several.
-        callbacks: one callback or several.
+        logger: True (or None) for CSV files, False, or a logger, an alias ("tensorboard"), an alias with options
+            ({"csv": {"name": "mine"}}), or several of these.
+        callbacks: a callback, an alias ("ema"), an alias with options, or several of these.
         default_root_dir: where runs are kept; the working directory when None.
         max_epochs, min_epochs, max_steps, min_steps, max_time: when training ends; -1 is no limit. With none of them
             given, 1000 epochs.
@@ -182,17 +185,30 @@ class Trainer(TrainerProperties):
 
         self.evaluation_loop = EvaluationLoop(self._run)
         self.fit_loop = FitLoop(self._run, self.evaluation_loop)
-        self.loggers = make_loggers(logger, self.default_root_dir)
+        defaults, notes = registry.defaults()
+        self.loggers = make_loggers(
+            logger,
+            self.default_root_dir,
+            [entry for entry in defaults if entry.kind == "default_logger"],
+            notes=notes,
+        )
         self.callbacks = make_callbacks(
             callbacks,
             self._run.adapters,
+            defaults=[entry for entry in defaults if entry.kind == "default_callback"],
+            notes=notes,
             checkpointing=None if self.fast_dev_run else enable_checkpointing,
             progress_bar=enable_progress_bar,
             model_summary=enable_model_summary,
             fast_dev_run=bool(self.fast_dev_run),
         )
         _log.debug("plan:\n%s", plan.describe())
-        for note in plan.notes:
+        composition = composition_of(self.strategy, plan.world_size)
+        for kind, parts in (("logger", self.loggers), ("callback", self.callbacks)):
+            for part in parts:
+                if isinstance(part, Composable):
+                    check_fit(kind, part, composition)
+        for note in (*plan.notes, *notes):
             self.warn_once(note)
 
     if not TYPE_CHECKING:  # a type checker would accept every name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Iterable
@@ -21,7 +22,7 @@ from torchhal_lightning._default_callbacks import with_defaults
 from torchhal_lightning._environment import defaults_from_variables
 from torchhal_lightning._errors import raising_lightnings
 from torchhal_lightning._profiling import LoopTimes, make_profiler
-from torchhal_lightning._trainer_view import TrainerView
+from torchhal_lightning._trainer_view import VIEWS, TrainerView
 from torchhal_lightning._translated_parts import as_list
 from torchhal_lightning.tuner import QUIET
 
@@ -168,6 +169,23 @@ class Trainer(TrainerView):
             trainer.callbacks.insert(0, LoopTimes(self.profiler))
         self.enable_autolog_hparams = enable_autolog_hparams
         trainer.facade = CarriedFacade(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a Trainer of its own with copies of the parts, before this one has trained or evaluated.
+
+        Raises:
+            TypeError: it is copied by itself, and has.
+        """
+        if self._run.state.fn is not None:
+            return super().__deepcopy__(memo)
+        made: Trainer = object.__new__(type(self))
+        memo[id(self)] = made
+        trainer = copy.deepcopy(self.trainer, memo)
+        TrainerView.__init__(made, run_of(trainer))
+        own = {name: value for name, value in vars(self).items() if name not in (*VIEWS, "trainer")}
+        vars(made).update(copy.deepcopy(own, memo), trainer=trainer)
+        trainer.facade = CarriedFacade(made)
+        return made
 
     @property
     def max_epochs(self) -> int | None:

@@ -44,10 +44,10 @@ def fetch(folder: Path) -> None:
 def run(folder: Path, trainer: str, files: Iterable[str], only: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
     """Run the tests of ``files`` by the Trainer of ``trainer``, and return each one's line of results.
 
-    Each file has a process of its own, so that what one leaves behind, or a crash, is not another's.
+    Each file has a process of its own, so that what one leaves behind, or a crash, is not another's. A file that has
+    results already is not run again.
     """
-    results, chosen = folder / f"results-{trainer}.jsonl", folder / "only.json"
-    results.unlink(missing_ok=True)
+    results, chosen = results_of(folder, trainer), folder / f"only-{trainer}.json"
     chosen.write_text(json.dumps(sorted(only)), encoding="utf-8")
     paths = [HERE.resolve(), (folder / "tests").resolve(), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
@@ -62,18 +62,30 @@ def run(folder: Path, trainer: str, files: Iterable[str], only: Iterable[str] = 
         "--disable-warnings",
     ]  # fmt: skip
 
-    def run_file(name: str) -> str:
+    def run_file(name: str) -> tuple[str, str]:
         done = subprocess.run(
             [*command, name], cwd=folder / "tests", env=environment, check=False, capture_output=True, text=True
         )
-        return done.stdout + done.stderr
+        return name, done.stdout + done.stderr
 
-    with ThreadPoolExecutor(2) as pool, open(folder / f"output-{trainer}.txt", "w", encoding="utf-8") as output:
-        for said in pool.map(run_file, files):
+    ended = {line["file"] for line in lines_of(results) if "file" in line}
+    with ThreadPoolExecutor(2) as pool, open(folder / f"output-{trainer}.txt", "a", encoding="utf-8") as output:
+        for name, said in pool.map(run_file, (name for name in files if name not in ended)):
             output.write(said)
             output.flush()
-    lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
-    return {line["test"]: line for line in lines}
+            with results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"file": name}) + "\n")
+    return {line["test"]: line for line in lines_of(results) if "test" in line}
+
+
+def results_of(folder: Path, trainer: str) -> Path:
+    return folder / f"results-{trainer}-{version(trainer)}.jsonl"
+
+
+def lines_of(results: Path) -> list[dict[str, Any]]:
+    if not results.exists():
+        return []
+    return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
 
 
 def main() -> None:
@@ -86,15 +98,12 @@ def main() -> None:
         fetch(folder)
     tests = folder / "tests"
     every = [str(path.relative_to(tests)) for path in sorted(tests.glob("tests_pytorch/**/test_*.py"))]
-    kept = folder / f"lightning-{version('lightning')}.json"
-    if not kept.exists():
-        inside = [name for name in every if not name.startswith(OUTSIDE)]
-        kept.write_text(json.dumps(run(folder, "lightning", inside)), encoding="utf-8")
-    theirs = json.loads(kept.read_text(encoding="utf-8"))
+    theirs = run(folder, "lightning", [name for name in every if not name.startswith(OUTSIDE)])
     fair = {test for test, line in theirs.items() if line["outcome"] == "passed" and line["trainers"]}
     if chosen.files:
         fair = {test for test in fair if any(name in test for name in chosen.files)}
     files = [name for name in every if any(f"{name}::" in test for test in fair)]
+    results_of(folder, "torchhal").unlink(missing_ok=True)
     report(fair, run(folder, "torchhal", files, fair))
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import fcntl
 import json
 import math
 import os
@@ -50,6 +51,10 @@ class Failed(Exception):
     """A step ended with an error; the message is what it printed last."""
 
 
+class NotInstalled(Failed):
+    """pip did not get or build a package."""
+
+
 def call(command: list[str], log: Path, limit: float, **options: Any) -> str:
     """Run ``command``, append what it prints to ``log``, and return that.
 
@@ -73,7 +78,10 @@ def call(command: list[str], log: Path, limit: float, **options: Any) -> str:
 
 def pip(python: Path, log: Path, *arguments: str, limit: float = 1800) -> None:
     command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    call([*command, "--constraint", "constraints.txt", *arguments], log, limit, cwd=ROOT)
+    try:
+        call([*command, "--constraint", "constraints.txt", *arguments], log, limit, cwd=ROOT)
+    except Failed as error:
+        raise NotInstalled(str(error)) from error
 
 
 def index_of_torch() -> list[str]:
@@ -88,15 +96,16 @@ def shared_torch() -> Path:
     """Make the environment of torch, which those of the libraries are laid upon, and return its packages' folder."""
     folder = ENVIRONMENTS / "torch"
     stamp, python, log = folder / "made", folder / "bin" / "python", ENVIRONMENTS / "torch.log"
-    if not stamp.exists():
-        ENVIRONMENTS.mkdir(exist_ok=True)
-        call([sys.executable, "-m", "venv", "--clear", str(folder)], log, 300)
-        pip(python, log, "--no-deps", "--retries", "1", *index_of_torch(), "torch", "torchvision")
-        pip(python, log, "torch", "torchvision", *WANTED)
-        editable = [part for own in OWN for part in ("--editable", f"./{own}")]
-        pip(python, log, "--no-deps", "--no-build-isolation", *editable)
-        stand_in_for_cuda(packages_of(folder), log)
-        stamp.touch()
+    with (ENVIRONMENTS / "torch.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several processes may come at once
+        if not stamp.exists():
+            call([sys.executable, "-m", "venv", "--clear", str(folder)], log, 300)
+            pip(python, log, "--no-deps", "--retries", "1", *index_of_torch(), "torch", "torchvision")
+            pip(python, log, "torch", "torchvision", *WANTED)
+            editable = [part for own in OWN for part in ("--editable", f"./{own}")]
+            pip(python, log, "--no-deps", "--no-build-isolation", *editable)
+            stand_in_for_cuda(packages_of(folder), log)
+            stamp.touch()
     return packages_of(folder)
 
 
@@ -202,7 +211,8 @@ def compare(case: Path, environments: Path | None) -> bool:
         release = call([str(python), "-c", says], log, 60).split()[-1]
         theirs = run("lightning", python, case, log)
     except Failed as failure:
-        results, equal = [f"lightning fails: {failure}"], False
+        who = "pip" if isinstance(failure, NotInstalled) else "lightning"
+        results, equal = [f"{who} fails: {failure}"], False
     for way in ways[1:] if theirs else ():
         try:
             differs = difference(run(way, python, case, log), theirs)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from torchhal.checkpoint._location import is_url
+from torchhal.composition import Composable
 from torchhal.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def is_rank_zero() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-class Logger:
+class Logger(Composable):
     """Base class of loggers, which record the metrics and hyperparameters of a run.
 
     The Trainer calls the methods on rank 0 only, and reads the properties on every rank. A logger that can't write must

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import zipfile
 from collections.abc import Iterator
 from functools import partial
@@ -201,6 +202,7 @@ def foreign_files(context: CheckContext) -> None:
         times = [io.saved_ns(path) for path in listed]
         require(all(type(one) is int and one > 0 for one in times), f"saved_ns() must be an int above 0 (got {times})")
         same("the times of the list", times, sorted(times))
+        _pass_the_time_of(folder / "own.ckpt")  # or the change time would be the same
         os.utime(plain, ns=(1, 1))
         same("the list, with an older file", [os.path.basename(str(path)) for path in io.list_checkpoints(folder)],
              ["plain.ckpt", "own.ckpt"])  # fmt: skip
@@ -210,6 +212,18 @@ def foreign_files(context: CheckContext) -> None:
         raises(f"{name} of a class of another's", CheckpointError, partial(getattr(io, name), folder / "odd.ckpt"))
     torch.save([1, 2], folder / "list.ckpt")
     raises("a load of a list", CheckpointError, lambda: io.load_checkpoint(folder / "list.ckpt"), "list.ckpt")
+
+
+def _pass_the_time_of(path: Path) -> None:
+    """Return when a change of a file has a later time than that of ``path``: a file system's clock ticks."""
+    probe = path.with_name("probe")
+    while True:
+        probe.touch()
+        later = probe.stat().st_ctime_ns > path.stat().st_ctime_ns
+        probe.unlink()
+        if later:
+            return
+        time.sleep(0.001)
 
 
 def _damaged(context: CheckContext, io: CheckpointIO, plain: Path, whole: bytes) -> None:

@@ -13,7 +13,7 @@ from ase import Atoms
 torch.utils.data.dataloader.T_co = typing.TypeVar("T_co", covariant=True)  # which an older torch had there
 
 import schnetpack as spk  # noqa: E402
-import schnetpack.transforms as trn  # noqa: E402
+import schnetpack.transform as trn  # noqa: E402
 from schnetpack.data import ASEAtomsData, AtomsDataModule  # noqa: E402
 
 PACKAGES = ["schnetpack"]
