@@ -154,4 +154,9 @@ def torchhal_commands() -> list[Component]:
             "torchhal.cli._checkpoint:configure",
             "look into a checkpoint, or make one portable file of it",
         ),
+        Component(
+            "export",
+            "torchhal.cli._export:configure",
+            "write a trained model as safetensors, by torch.export or as ONNX, with a model card",
+        ),
     ]
