@@ -14,7 +14,7 @@ from torchhal._overrides import implements
 from torchhal.distributed import rendezvous
 from torchhal.distributed.failures import exit_for_signal
 from torchhal.distributed.signals import DEFAULT_SIGNALS, StopRequested, StopSignals, at_once
-from torchhal.errors import ModelError, RankFailedError
+from torchhal.errors import RankFailedError
 from torchhal.trainer import _checkpointing as checkpointing
 from torchhal.trainer import _rank_consistency as rank_consistency
 from torchhal.trainer import _resume as resume
@@ -22,7 +22,7 @@ from torchhal.trainer import _status_lines as status_lines
 from torchhal.trainer._callback_states import begin_anew, restore_optimizers
 from torchhal.trainer._connectors import make_callbacks
 from torchhal.trainer._hook_names import check_hook_names
-from torchhal.trainer._run_data import load_training_data, load_validation_data
+from torchhal.trainer._run_data import load_evaluation_data, load_training_data, load_validation_data
 from torchhal.trainer._state import TrainerState
 from torchhal.trainer._stop_handling import (
     job_of,
@@ -34,8 +34,7 @@ from torchhal.trainer._stop_handling import (
 )
 from torchhal.trainer._torch_flags import save_torch_flags, set_torch_flags
 from torchhal.trainer.callbacks import ModelCheckpoint
-from torchhal.trainer.data._evaluation_data import EvaluationData
-from torchhal.trainer.data._loaders import as_loaders, find_loaders, is_one_shot
+from torchhal.trainer.data._loaders import is_one_shot
 from torchhal.trainer.loggers.base import FolderLogger
 from torchhal.trainer.loops._control_flow import StopOnSignal
 from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
@@ -342,12 +341,7 @@ def sanity_check(run: Run, loop: EvaluationLoop) -> None:
 
 def evaluate(run: Run, loop: EvaluationLoop, fn: str) -> Any:
     with at_once():
-        given = find_loaders(run, fn, getattr(run.sources, fn))
-        if not as_loaders(given):
-            raise ModelError(f"{fn} needs data: its loader is {given!r}")
-        name = "limit_val_batches" if fn == "validate" else f"limit_{fn}_batches"
-        with_indices = fn == "predict" and loop.records_batch_indices
-        data = EvaluationData.build(given, run, getattr(run, name), name, "dataloaders", with_indices=with_indices)
+        data = load_evaluation_data(run, with_indices=fn == "predict" and loop.records_batch_indices)
         run.sources.evaluation_data = data
     outputs, cut = loop.evaluate(fn, data)
     if cut:

@@ -48,6 +48,19 @@ class CombinedBatches(CompoundLoader):
         return int(MODES[self.mode](map(len, self._loaders)))
 
 
+class Samples:
+    """A container of plain values as a loader, whose batches they are."""
+
+    def __init__(self, values: Any) -> None:
+        self._values = list(values)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
 class _Iterator(Iterator[Any]):
     """One epoch.
 
@@ -95,7 +108,13 @@ def combined(stage: str, loaders: Any) -> Any:
     if isinstance(loaders, trees.classes("utilities.CombinedLoader")):
         return _of_combined_loader(stage, loaders)
     if stage != "train":
-        return _pytree.tree_leaves(loaders, is_leaf=_holds_samples) if isinstance(loaders, Mapping) else loaders
+        several = isinstance(loaders, Mapping) or (
+            isinstance(loaders, list | tuple) and any(map(_holds_samples, loaders))
+        )
+        if several:
+            leaves = _pytree.tree_leaves(loaders, is_leaf=_holds_samples)
+            return [Samples(each) if _holds_samples(each) else each for each in leaves]
+        return loaders
     if isinstance(loaders, Mapping) or (isinstance(loaders, list | tuple) and loaders and all(map(_reads, loaders))):
         return CombinedBatches(loaders, "max_size_cycle")
     return loaders

@@ -17,6 +17,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _MISTAKES = (ConfigurationError, ModelError, PluginError, AcceleratorUnavailableError)
 
+_BUILT_IN = (ValueError, RuntimeError, TypeError)
+
 _made: dict[tuple[type, ...], type] = {}
 
 
@@ -28,10 +30,14 @@ def raising_lightnings(function: _Function) -> _Function:
         try:
             return function(*args, **kwargs)
         except _MISTAKES as error:
-            pass_for(error, *trees.classes("utilities.exceptions.MisconfigurationException"), ValueError, RuntimeError)
+            pass_for(error, *trees.classes("utilities.exceptions.MisconfigurationException"), *_BUILT_IN)
             raise
 
     return call  # type: ignore[return-value]
+
+
+class LoggedValueError(TypeError, ValueError):
+    """A value that can't be logged, which Lightning refuses by a ValueError."""
 
 
 def pass_for(error: Exception, *others: type) -> None:

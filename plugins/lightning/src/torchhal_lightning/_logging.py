@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchhal.trainer.adapters import Run
-from torchhal_lightning._errors import pass_for
+from torchhal_lightning._errors import LoggedValueError
 from torchhal_lightning._loop_views import batches_that_stepped
 
 
@@ -54,9 +54,8 @@ class Log:
                 name, value, run.current_hook, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist or None,
                 add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
             )  # fmt: skip
-        except TypeError as error:  # a ValueError of Lightning's
-            pass_for(error, ValueError)
-            raise
+        except TypeError as error:
+            raise LoggedValueError(*error.args) from None
 
 
 def _log_of(module: Any) -> Any:

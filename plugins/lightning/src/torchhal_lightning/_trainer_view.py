@@ -101,6 +101,10 @@ class TrainerView:
         return EvaluationLoopView(self._run, "test")
 
     @property
+    def _evaluation_loop(self) -> EvaluationLoopView:
+        return EvaluationLoopView(self._run, self._run.state.fn or "")
+
+    @property
     def enable_validation(self) -> bool:
         """Whether a fit validates."""
         run = self._run
@@ -128,6 +132,24 @@ class TrainerView:
     @property
     def lightning_module(self) -> Any:
         return self._run.module
+
+    @property
+    def val_dataloaders(self) -> Any:
+        return self._run.trainer.val_dataloaders
+
+    @property
+    def datamodule(self) -> Any:
+        return self._run.trainer.datamodule
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        sources = self._run.sources
+        data = sources.evaluation_data if self._run.state.fn == "validate" else sources.validation_data
+        return _of_each(data.loaders, self._run.trainer.num_val_batches)
+
+    @property
+    def num_test_batches(self) -> list[int | float]:
+        return _of_each(self._run.sources.evaluation_data.loaders, self._run.trainer.num_test_batches)
 
     @property
     def train_dataloader(self) -> Any:
@@ -172,3 +194,11 @@ _STAGES = {
     "predicting": "predict",
     "sanity_checking": "sanity_check",
 }
+
+
+def _of_each(loaders: list[Any], numbers: list[int | float]) -> list[int | float]:
+    """Return the batches of each loader, also of those that are read as one."""
+    found: list[int | float] = []
+    for loader, number in zip(loaders, numbers, strict=True):
+        found += map(len, loader.loaders) if isinstance(loader, CombinedBatches) else [number]
+    return found

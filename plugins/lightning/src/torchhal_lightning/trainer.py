@@ -21,6 +21,7 @@ from torchhal_lightning._carried_facade import CarriedFacade
 from torchhal_lightning._default_callbacks import with_defaults
 from torchhal_lightning._environment import defaults_from_variables
 from torchhal_lightning._errors import raising_lightnings
+from torchhal_lightning._picklable import is_picklable
 from torchhal_lightning._profiling import LoopTimes, make_profiler
 from torchhal_lightning._trainer_view import VIEWS, TrainerView
 from torchhal_lightning._translated_parts import as_list
@@ -185,7 +186,9 @@ class Trainer(TrainerView):
     def __reduce__(self) -> Any:
         if self._run.state.fn is not None:
             return super().__reduce__()
-        return _unpickled, (type(self), *self._parts())
+        trainer, attributes = self._parts()
+        cls = next(each for each in type(self).__mro__ if is_picklable(each))
+        return _unpickled, (cls, trainer, {**attributes, "tree": self.tree})
 
     def _parts(self) -> tuple[torchhal.Trainer, dict[str, Any]]:
         """Return torchhal's Trainer and the attributes that are no views of it."""
@@ -202,22 +205,21 @@ class Trainer(TrainerView):
     tuned: TunedData | None = None
     """The data of the batch size that a Tuner has found, until this Trainer has its own."""
 
-    def _data(self, name: str) -> Any:
-        if self.tuned is not None and self._run.state.fn is None:
-            return getattr(self.tuned, name)
-        return getattr(self.trainer, name)
+    @property
+    def _data(self) -> Any:
+        return self.tuned if self.tuned is not None and self._run.state.fn is None else super()
 
     @property
     def train_dataloader(self) -> Any:
-        return self._data("train_dataloader")
+        return self._data.train_dataloader
 
     @property
     def val_dataloaders(self) -> Any:
-        return self._data("val_dataloaders")
+        return self._data.val_dataloaders
 
     @property
     def datamodule(self) -> Any:
-        return self._data("datamodule")
+        return self._data.datamodule
 
     @property
     def max_epochs(self) -> int | None:

@@ -170,7 +170,8 @@ class FitLoop(RunPart[Run]):
         data = self.progress.data
         assert data is not None
         if self._reloads_data() and not data.is_new:
-            data = reload_data(run)
+            reload_data(run)
+            data = self.progress.data
         resuming = self.progress.batches_done > 0
         if not resuming:
             data.reset_epoch()
