@@ -64,6 +64,7 @@ def load_evaluation_data(run: Run, *, with_indices: bool = False) -> EvaluationD
         ModelError: there is no loader, or it is not a loader.
     """
     fn = run.state.fn
+    assert fn is not None
     given = find_loaders(run, fn, getattr(run.sources, fn))
     if not as_loaders(given):
         raise ModelError(f"{fn} needs data: its loader is {given!r}")

@@ -108,10 +108,8 @@ def combined(stage: str, loaders: Any) -> Any:
     if isinstance(loaders, trees.classes("utilities.CombinedLoader")):
         return _of_combined_loader(stage, loaders)
     if stage != "train":
-        several = isinstance(loaders, Mapping) or (
-            isinstance(loaders, list | tuple) and any(map(_holds_samples, loaders))
-        )
-        if several:
+        is_list = isinstance(loaders, list | tuple)
+        if isinstance(loaders, Mapping) or (is_list and any(map(_holds_samples, loaders))):
             leaves = _pytree.tree_leaves(loaders, is_leaf=_holds_samples)
             return [Samples(each) if _holds_samples(each) else each for each in leaves]
         return loaders

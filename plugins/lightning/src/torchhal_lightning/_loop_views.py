@@ -16,18 +16,22 @@ class Counts:
         name: of it.
     """
 
+    _owner: Any
+    _name: str
+
     def __init__(self, owner: Any, name: str) -> None:
-        object.__setattr__(self, "_counter", (owner, name))
+        object.__setattr__(self, "_owner", owner)
+        object.__setattr__(self, "_name", name)
 
     def __getattr__(self, name: str) -> int:
         if name not in ("ready", "started", "processed", "completed"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        number: int = getattr(*self._counter)
+        number: int = getattr(self._owner, self._name)
         return number
 
     def __setattr__(self, name: str, value: int) -> None:
         getattr(self, name)
-        setattr(*self._counter, value)
+        setattr(self._owner, self._name, value)
 
 
 def progress_of(owner: Any, current: str, total: str | None = None, **more: Any) -> SimpleNamespace:
@@ -108,6 +112,8 @@ class FitLoopView:
 
 class EpochLoopView:
     """``trainer.fit_loop.epoch_loop``."""
+
+    _run: Run
 
     def __init__(self, run: Run) -> None:
         object.__setattr__(self, "_run", run)

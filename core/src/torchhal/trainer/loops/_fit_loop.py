@@ -167,11 +167,10 @@ class FitLoop(RunPart[Run]):
 
     def _run_epoch(self) -> None:
         run = self.run
-        data = self.progress.data
-        assert data is not None
-        if self._reloads_data() and not data.is_new:
+        assert self.progress.data is not None
+        if self._reloads_data() and not self.progress.data.is_new:
             reload_data(run)
-            data = self.progress.data
+        data = self.progress.data
         resuming = self.progress.batches_done > 0
         if not resuming:
             data.reset_epoch()
