@@ -142,6 +142,10 @@ class TrainerView:
         return self._run.trainer.datamodule
 
     @property
+    def num_sanity_val_batches(self) -> list[int | float]:
+        return self._run.trainer.num_sanity_val_batches if self._run.state.fn == "fit" else []
+
+    @property
     def num_val_batches(self) -> list[int | float]:
         sources = self._run.sources
         data = sources.evaluation_data if self._run.state.fn == "validate" else sources.validation_data
