@@ -22,6 +22,7 @@ from torchhal.trainer import _status_lines as status_lines
 from torchhal.trainer._callback_states import begin_anew, restore_optimizers
 from torchhal.trainer._connectors import make_callbacks
 from torchhal.trainer._hook_names import check_hook_names
+from torchhal.trainer._profiling import profiled
 from torchhal.trainer._run_data import load_training_data, load_validation_data
 from torchhal.trainer._state import TrainerState
 from torchhal.trainer._stop_handling import (
@@ -311,7 +312,8 @@ def fit(run: Run, loop: FitLoop) -> None:
     sanity_check(run, loop.evaluation)
     run.state.stage = "train"
     run.adapters.set_training_mode(run.module)
-    loop.fit()
+    with profiled(run, loop):
+        loop.fit()
     run.strategy.check_replicas()
     run.hooks.call("on_fit_end")
 

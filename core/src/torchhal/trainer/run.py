@@ -57,6 +57,7 @@ class Run(RunSettings, RunOutput):
         trained_elsewhere: whether the last fit ran in workers that have ended, together with their optimizers.
         trained_by: the optimizers and schedulers as checkpoints name them; None before they exist.
         frozen_parameters: the parameters that are frozen, for checkpoints.
+        profiling: what measures the present fit; None without a profiler.
 
     .. versionadded:: 0.2
     """
@@ -88,6 +89,7 @@ class Run(RunSettings, RunOutput):
         self.trained_by: dict[str, Any] | None = None
         self.frozen_parameters = FrozenParameters()
         self.said: set[str] = set()
+        self.profiling: Any = None  # a FitProfiling, which imports this module
         self._trainer: Any = None
 
     def compose(self, plan: Plan) -> None:
