@@ -109,4 +109,5 @@ def torchhal_commands() -> list[Component]:
             "torchhal.cli._checkpoint:configure",
             "look into a checkpoint, or make one portable file of it",
         ),
+        Component("report", "torchhal.cli._report:configure", "show what a run has left, or compare several"),
     ]

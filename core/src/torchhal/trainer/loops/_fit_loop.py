@@ -353,10 +353,12 @@ class FitLoop(RunPart[Run]):
 
     def _validate(self) -> None:
         run = self.run
+        began = time.perf_counter()
         state = rng.collect(run.strategy.accelerator, run.strategy.root_device)
         if not self._evaluate():  # cut short by a signal: it will run again, from the same random numbers
             rng.restore(state, run.strategy.accelerator, run.strategy.root_device)
         self.validations.start_clock()
+        run.seconds["validation"] = run.seconds.get("validation", 0.0) + time.perf_counter() - began
 
     def _evaluate(self) -> bool:
         """Validate between two training batches; return False if a signal cut it short."""
