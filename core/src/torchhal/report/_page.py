@@ -26,8 +26,9 @@ table { border-collapse: collapse; font-size: .9rem; }
 th, td { text-align: left; vertical-align: top; padding: .25rem 1rem .25rem 0; border-top: 1px solid var(--line);
   font-variant-numeric: tabular-nums; overflow-wrap: break-word; max-width: 34rem; }
 thead th { border-top: 0; color: var(--soft); font-weight: 500; white-space: nowrap; }
+td.short { white-space: nowrap; }
 tbody th { font-weight: 500; white-space: nowrap; }
-.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }
+.plots { display: grid; margin-bottom: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }
 figure { margin: 0; padding: .6rem; background: var(--card); border-radius: 8px; }
 svg { width: 100%; height: auto; display: block; }
 .bars { display: grid; grid-template-columns: max-content minmax(4rem, 30rem) max-content; gap: .3rem .8rem;
@@ -164,4 +165,9 @@ def _table(head: Sequence[str], rows: facts.Rows) -> str:
 
 def _rows(rows: facts.Rows) -> Iterator[str]:
     for first, *rest in rows:
-        yield f"<tr><th>{escape(first)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in rest)}</tr>"
+        yield f"<tr><th>{escape(first)}</th>{''.join(map(_cell, rest))}</tr>"
+
+
+def _cell(text: str) -> str:
+    short = ' class="short"' if len(text) <= 24 else ""
+    return f"<td{short}>{escape(text)}</td>"

@@ -100,6 +100,7 @@ def _draw(title: str, lines: list[Line], number: int) -> str:
             )
         if finite and min(finite) > 0 and max(finite) > 1000 * min(finite):
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")  # the usual one writes formulas
         axes.set_title(title, fontsize=11)
         axes.set_xlabel("step")
         axes.grid(color=_GRID, linewidth=0.5)

@@ -118,6 +118,8 @@ def read_runs(paths: list[str]) -> list[RunFolder]:
     """
     runs = [read_run(path) for path in paths]
     depth = 1
+    if len(runs) == 1:
+        runs[0].label = os.path.join(*runs[0].path.split(os.sep)[-2:])
     while len({run.label for run in runs}) < len({run.path for run in runs}):
         depth += 1
         for run in runs:
