@@ -157,7 +157,7 @@ def test_a_run_that_was_killed(tmp_path):
     )
     assert ended.returncode == -9, ended.stderr
     run = read_run(str(tmp_path / "logs" / "version_0"))
-    assert run.status().startswith("was killed") and len(run.curves["train_loss"].values) == 4
+    assert run.status().startswith("was killed") and len(run.curves["train_loss"].values) >= 4
     fit(tmp_path, ckpt_path="last")
     first, second = read_record(run.path)
     assert first["status"] == "killed" and second["status"] == "finished"
@@ -175,7 +175,7 @@ def test_a_record_that_cannot_be_written_stops_nothing(tmp_path, recwarn):
     (tmp_path / "logs" / "version_0" / "run.json").mkdir(parents=True)
     trainer = fit(tmp_path)
     assert trainer.global_step == 8
-    assert len([each for each in recwarn if "can't be recorded" in str(each.message)]) <= 2
+    assert len([each for each in recwarn if "can't be recorded" in str(each.message)]) == 1
 
 
 # -- what is shown ----------------------------------------------------------------------------------------------------

@@ -28,7 +28,8 @@ th, td { text-align: left; vertical-align: top; padding: .25rem 1rem .25rem 0; b
 thead th { border-top: 0; color: var(--soft); font-weight: 500; white-space: nowrap; }
 td.short { white-space: nowrap; }
 tbody th { font-weight: 500; white-space: nowrap; }
-.plots { display: grid; margin-bottom: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }
+.plots { display: grid; margin-bottom: 1rem;
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }
 figure { margin: 0; padding: .6rem; background: var(--card); border-radius: 8px; }
 svg { width: 100%; height: auto; display: block; }
 .bars { display: grid; grid-template-columns: max-content minmax(4rem, 30rem) max-content; gap: .3rem .8rem;

@@ -140,7 +140,8 @@ class RunRecord(RunPart[Run]):
             write_record(self._folder, self._fits, new_temporary_name())
         except (OSError, ValueError, TypeError) as error:
             path = os.path.join(self._folder, RECORD_FILE)
-            self.run.warn_once(f"the run can't be recorded in {path!r}, so torchhal report will lack it: {error}")
+            reason = getattr(error, "strerror", None) or error  # else each one names another temporary file
+            self.run.warn_once(f"the run can't be recorded in {path!r}, so torchhal report will lack it: {reason}")
 
 
 def peak_memory(run: Run) -> dict[str, Any]:
