@@ -729,7 +729,7 @@ def test_ranks_never_disagree(tmp_path):
     assert names(tmp_path / "c") == ["epoch=1.ckpt", "last.ckpt"]
     assert float(callback.best_model_score) == pytest.approx(0.4)
     assert len(names(tmp_path / "t")) == 8
-    assert names(trainer.logger.log_dir) == ["metrics.csv"]
+    assert names(trainer.logger.log_dir) == ["metrics.csv", "run.json"]
 
 
 def test_two_model_checkpoints_in_two_folders(tmp_path):

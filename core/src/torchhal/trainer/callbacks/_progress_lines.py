@@ -52,7 +52,7 @@ class ProgressLines:
             if self.total and self.n < self.total:
                 parts.append(f"{_clock((self.total - self.n) * took / done)} left")
             else:
-                parts.append(_clock(took))
+                parts.append(f"in {_clock(took)}")
         if self._values:
             parts.append(self._values)
         self._file.write(f"{', '.join(parts)}\n")

@@ -27,8 +27,9 @@ class ProgressBar(Callback):
     """Callback that draws a bar for training, with the values of ``prog_bar=True``, and for each evaluation.
 
     It draws on rank 0 only. A batch costs one read of the clock: the bar is drawn, and values are fetched from the
-    device, at most ten times a second on a terminal, and when an epoch ends. Into a file it writes whole lines: one when
-    an epoch ends, and in a longer one after five seconds, ten, twenty, then each minute. That makes 5 microseconds a step (benchmarks/trainer_step.py, the row "bar", on a step of 93 microseconds).
+    device, at most ten times a second on a terminal, and when an epoch ends. That makes 5 microseconds a step
+    (benchmarks/trainer_step.py, the row "bar", on a step of 93 microseconds). Into a file it writes whole lines: when
+    an epoch ends, and during longer ones after 5, 10, 20, 40 and 80 seconds, then each minute.
 
     Args:
         refresh_rate: draw at most every so many batches; 0 draws nothing.
@@ -121,9 +122,7 @@ class ProgressBar(Callback):
 
     def _start(self, trainer: Trainer, title: str, batches: Any) -> None:
         self._close_evaluation()
-        if (
-            self._train is not None and self._is_live
-        ):  # draw the batch it stands at, as it is not drawn until the evaluation ends
+        if self._train is not None and self._is_live:  # it is not drawn again until the evaluation ends
             self._draw_training(trainer, trainer.fit_loop.batches_done)
         self._evaluation = self._open(trainer, title, leave=trainer.state.fn != "fit", total=_total(batches))
         self._evaluated = 0
