@@ -26,7 +26,7 @@ table { border-collapse: collapse; font-size: .9rem; }
 th, td { text-align: left; vertical-align: top; padding: .25rem 1rem .25rem 0; border-top: 1px solid var(--line);
   font-variant-numeric: tabular-nums; overflow-wrap: break-word; max-width: 34rem; }
 thead th { border-top: 0; color: var(--soft); font-weight: 500; white-space: nowrap; }
-td.short { white-space: nowrap; }
+td { min-width: 12rem; } td.short { min-width: 0; white-space: nowrap; }
 tbody th { font-weight: 500; white-space: nowrap; }
 .plots { display: grid; margin-bottom: 1rem;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }
