@@ -37,7 +37,7 @@ FOREIGN_ARGUMENTS = [
     ({"track_grad_norm": 2}, "on_before_optimizer_step"),
     ({"auto_lr_find": True}, "configure_optimizers"),
     ({"stochastic_weight_avg": True}, "StochasticWeightAveraging(swa_lrs=...)"),
-    ({"profiler": "simple"}, "torch.profiler"),
+    ({"profile": True}, "Trainer(profiler=...)"),
     ({"barebones": True}, "write Trainer(logger=False, enable_checkpointing=False"),
     ({"amp_backend": "native"}, "write Trainer(precision='16-mixed')"),
     # Keras

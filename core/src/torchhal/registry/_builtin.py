@@ -159,4 +159,5 @@ def torchhal_commands() -> list[Component]:
             "torchhal.cli._export:configure",
             "write a trained model as safetensors, by torch.export or as ONNX, with a model card",
         ),
+        Component("report", "torchhal.cli._report:configure", "show what a run has left, or compare several"),
     ]

@@ -24,6 +24,7 @@ from torchhal.trainer.data._loaders import find_loaders
 from torchhal.trainer.logging._logged_metrics import Results
 from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
 from torchhal.trainer.loops._fit_loop import FitLoop
+from torchhal.trainer.profilers import Profiler
 from torchhal.trainer.run import Run
 
 
@@ -103,6 +104,7 @@ class TrainerProperties:
     deterministic = Forwarded[bool | str]("_run")
     benchmark = Forwarded[bool | None]("_run")
     default_root_dir = Forwarded[str]("_run")
+    profiler = Forwarded[Profiler | None]("_run")
 
     # -- the run ---------------------------------------------------------------------------------------------
 

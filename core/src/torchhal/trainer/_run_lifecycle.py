@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -22,7 +23,9 @@ from torchhal.trainer import _status_lines as status_lines
 from torchhal.trainer._callback_states import begin_anew, restore_optimizers
 from torchhal.trainer._connectors import make_callbacks
 from torchhal.trainer._hook_names import check_hook_names
+from torchhal.trainer._profiling import profiled
 from torchhal.trainer._run_data import load_evaluation_data, load_training_data, load_validation_data
+from torchhal.trainer._run_record import RunRecord, gather_peak_memory
 from torchhal.trainer._state import TrainerState
 from torchhal.trainer._stop_handling import (
     job_of,
@@ -73,6 +76,7 @@ def execute(
         notice=(lambda: stopping_notice(run)) if run.is_global_zero else None,
     )
     failed = hooks_left = True
+    record: RunRecord | None = None
     on_refusal = ExitStack()
     try:
         with signals:  # from here on they request an orderly stop
@@ -90,8 +94,11 @@ def execute(
                     run.strategy.setup_environment()
                     set_hang_folder(run, run.default_root_dir)
                     begin_call(run, loop, fn)
+                    record = RunRecord(run, fn)
+                    record.begin()
                     status_lines.announce_start(run, fn)
                     set_up(run, loop, fn, ckpt_path, on_refusal)
+                    record.ready()
                     on_refusal.pop_all()
                 if signals.received is not None:
                     ask(signals.received)  # a scheduler's warning, perhaps before the rendezvous
@@ -116,7 +123,9 @@ def execute(
             run.state.status = "finished"
             run.finalize_loggers("success")
             if fn == "fit":
-                status_lines.announce_end(run, loop.stop.reason())
+                run.end_reason = loop.stop.reason()
+                status_lines.announce_end(run, run.end_reason)
+            record.end()
             if to_message is not None:
                 result = to_message(result)
             else:
@@ -125,6 +134,8 @@ def execute(
     except BaseException as error:
         run.state.status = "interrupted"
         raised: BaseException | None = report_failure(run, error)
+        if record is not None:
+            record.end(raised)
         if hooks_left:
             tear_down_hooks(run, fn, failed=True)
         on_refusal.close()
@@ -200,6 +211,7 @@ def begin_call(run: Run, loop: FitLoop, fn: str) -> None:
     if fn == "fit":
         run.progress.begin()
         run.trained_by = None
+        run.peak_memory = []
         run.frozen_parameters.forget()
     if run.strategy.module is not module:  # an earlier model's optimizers are not this one's
         run.strategy.optimizers, run.strategy.lr_scheduler_configs = [], []
@@ -310,8 +322,10 @@ def fit(run: Run, loop: FitLoop) -> None:
     sanity_check(run, loop.evaluation)
     run.state.stage = "train"
     run.adapters.set_training_mode(run.module)
-    loop.fit()
+    with profiled(run, loop):
+        loop.fit()
     run.strategy.check_replicas()
+    gather_peak_memory(run)
     run.hooks.call("on_fit_end")
 
 
@@ -326,7 +340,7 @@ def sanity_check(run: Run, loop: EvaluationLoop) -> None:
     if all(map(is_one_shot, data.loaders)):
         return
     strategy = run.strategy
-    before = rng.collect(strategy.accelerator, strategy.root_device)
+    before, began = rng.collect(strategy.accelerator, strategy.root_device), time.perf_counter()
     run.state.stage = "sanity_check"
     run.hooks.call("on_sanity_check_start")
     cut = loop.stops_here() or loop.evaluate("sanity_check", data)[1]
@@ -335,6 +349,7 @@ def sanity_check(run: Run, loop: EvaluationLoop) -> None:
         cut = loop.stops_here()
     if cut:
         raise StopOnSignal(strategy.watch.stop_signal or signal.SIGTERM)
+    run.seconds["sanity check"] = time.perf_counter() - began
     run.state.stage = run.results.stage = "train"
     rng.restore(before, strategy.accelerator, strategy.root_device)
 

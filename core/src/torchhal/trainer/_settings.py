@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 from torchhal import _arguments as arguments
 from torchhal.errors import ConfigurationError
 from torchhal.precision.base import needs_closure
+from torchhal.trainer.profilers import Profiler
+from torchhal.trainer.profilers._choice import check_profiler
 
 if TYPE_CHECKING:
     from torchhal.strategies import Strategy
@@ -206,3 +208,4 @@ class RunSettings:
     deterministic = Setting[bool | str](lambda name, value: arguments.check_deterministic(value), running=_refuse_in())
     benchmark = Setting[bool | None](arguments.check_optional_bool, running=_refuse_in())
     default_root_dir = Setting[str](arguments.check_folder, fits=_refuse_always)
+    profiler = Setting[Profiler | None](check_profiler, running=_refuse_in())

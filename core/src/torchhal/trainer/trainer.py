@@ -92,6 +92,8 @@ class Trainer(TrainerProperties):
         deterministic: True: only deterministic algorithms; "warn": warn where there is none.
         benchmark: torch's search for the fastest kernels, where the device has one.
         detect_anomaly: stop at a loss that is not finite and trace the origin of bad gradients; slow.
+        profiler: "simple" for a table of where the time of fit goes, "torch" for a Chrome trace per rank as well, or
+            an object of :mod:`torchhal.trainer.profilers`. None costs nothing.
 
     Raises:
         ConfigurationError: an argument outside its domain, or parts that don't fit, before any process starts.
@@ -154,6 +156,7 @@ class Trainer(TrainerProperties):
         deterministic: bool | str | None = False,
         benchmark: bool | None = None,
         detect_anomaly: bool = False,
+        profiler: Any = None,
     ) -> None:
         self.fast_dev_run = fast_dev_run
         self._set_limits(max_epochs, min_epochs, max_steps, min_steps, max_time)
@@ -178,6 +181,7 @@ class Trainer(TrainerProperties):
         self.deterministic = deterministic
         self.benchmark = benchmark
         self.default_root_dir = default_root_dir
+        self.profiler = profiler
         enable_checkpointing = arguments.check_bool_or_default("enable_checkpointing", enable_checkpointing, True)
         enable_progress_bar = arguments.check_bool_or_default("enable_progress_bar", enable_progress_bar, True)
         enable_model_summary = arguments.check_bool_or_default("enable_model_summary", enable_model_summary, True)

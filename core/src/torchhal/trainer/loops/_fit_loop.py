@@ -112,6 +112,8 @@ class FitLoop(RunPart[Run]):
             return
         with at_once():
             self.optimization = Optimization(run)
+            if run.profiling is not None:
+                run.profiling.time_optimization(self.optimization)
             run.hooks.call("on_train_start")
             run.frozen_parameters.begin(run.module, run.ckpt_path, run.warn_once)
             run.phases.start_train()
@@ -219,6 +221,10 @@ class FitLoop(RunPart[Run]):
         alone = run.world_size == 1
         run.current_hook = "training_step"
         source = batches if data.loader_length is not None or alone else until_any_ends(batches, run.strategy)
+        if run.profiling is not None:
+            source, transfer, batch_start, batch_end = run.profiling.time_batches(
+                source, transfer, batch_start, batch_end
+            )
 
         while True:
             try:  # a for loop would call iter() again, which restarts a loader that is its own iterator
@@ -347,10 +353,12 @@ class FitLoop(RunPart[Run]):
 
     def _validate(self) -> None:
         run = self.run
+        began = time.perf_counter()
         state = rng.collect(run.strategy.accelerator, run.strategy.root_device)
         if not self._evaluate():  # cut short by a signal: it will run again, from the same random numbers
             rng.restore(state, run.strategy.accelerator, run.strategy.root_device)
         self.validations.start_clock()
+        run.seconds["validation"] = run.seconds.get("validation", 0.0) + time.perf_counter() - began
 
     def _evaluate(self) -> bool:
         """Validate between two training batches; return False if a signal cut it short."""
