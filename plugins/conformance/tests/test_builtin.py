@@ -33,6 +33,12 @@ TestTorchElastic = pytest.mark.slow(
     conformance_suite("cluster_environment", "torchelastic", features={"elastic", "launches"})
 )
 TestLocal = conformance_suite("cluster_environment", "local", features={"launches"})
+TestCSV = conformance_suite("logger", "csv")
+TestTensorBoard = conformance_suite("logger", "tensorboard")
+TestEarlyStopping = conformance_suite("callback", "early_stopping", arguments={"monitor": "loss"})
+TestModelCheckpoint = conformance_suite("callback", "model_checkpoint")
+TestTimer = conformance_suite("callback", "timer")
+TestEMA = conformance_suite("callback", "ema")
 TestSlurm = conformance_suite("cluster_environment", "slurm", features={"host_lists"})
 
 

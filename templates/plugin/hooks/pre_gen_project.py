@@ -16,7 +16,7 @@ TEXTS = {
     "description": {{ cookiecutter.description | tojson }},
 }
 VENDOR_IN_URL = {{ cookiecutter.vendor | slugify | tojson }}
-ALL_KINDS = ("accelerator", "precision", "checkpoint_io", "cluster_environment", "strategy")
+ALL_KINDS = ("accelerator", "precision", "checkpoint_io", "cluster_environment", "strategy", "logger", "callback")
 # Names of the core and of the plugins beside it, and words with a meaning: a component of such a name would be shadowed
 # by another one, or be an error.
 TAKEN = {
