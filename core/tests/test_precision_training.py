@@ -68,7 +68,8 @@ def test_loss_curve_is_near_float32(alias: str, tolerance: float) -> None:  # PR
     for name in (alias, "32-true"):
         precision = make(name)
         model = precision.convert_module(net())
-        curves.append(torch.stack(run(precision, model, torch.optim.SGD(model.parameters(), lr=0.2), data(1) * 20)))
+        losses = run(precision, model, torch.optim.SGD(model.parameters(), lr=0.2), data(1) * 20)
+        curves.append(torch.stack(losses).double())
     assert curves[1][-1] < 0.5 * curves[1][0]
     torch.testing.assert_close(curves[0], curves[1], rtol=tolerance, atol=tolerance / 10)
     assert not torch.equal(curves[0], curves[1])  # something else than float32 did run

@@ -221,8 +221,6 @@ def test_what_a_property_lacks_is_said():
         ({"accelerator": torch.device("cpu")}, "write accelerator='cpu'"),
         ({"accelerator": torch.device("cuda", 1)}, "write accelerator='cuda', devices=[1]"),
         ({"accelerator": "cpus"}, "did you mean 'cpu'?"),
-        ({"logger": "csv"}, "make an object, as torchhal.trainer.loggers.CSVLogger(...)"),
-        ({"logger": "tensorboard"}, "make an object, as torchhal.trainer.loggers.TensorBoardLogger(...)"),
         ({"logger": TensorBoardLogger}, "make an object, as TensorBoardLogger(...)"),
         ({"logger": [CSVLogger]}, "make an object, as CSVLogger(...)"),
         ({"callbacks": ModelCheckpoint}, "make an object, ModelCheckpoint(...)"),

@@ -158,7 +158,6 @@ def test_a_callback_by_alias_stands_for_the_one_switched_on(tmp_path: Path) -> N
             UnknownAliasError,
             r"no logger is called 'tensorbord'(.|\n)*did you mean 'tensorboard'",
         ),
-        ({"logger": "mlflow"}, UnknownAliasError, r"pip install torchhal-loggers"),
         (
             {"logger": {"csv": {"nme": "x"}}},
             ConfigurationError,

@@ -90,7 +90,8 @@ def _explain(arguments: argparse.Namespace) -> int:
         plan = _with_broken_plugins(resolve(request)) if request.accelerator == "auto" else resolve(request)
         found = None if arguments.model is None else memory.estimate(arguments, request, plan)
         defaults, notes = _defaults()
-        plan = replace(plan, notes=(*plan.notes, *(note for note in notes if note not in plan.notes)))
+        if notes:
+            plan = replace(plan, notes=(*plan.notes, *(note for note in notes if note not in plan.notes)))
     if arguments.json:
         print_json(plan.to_dict() | {"defaults": defaults} | ({} if found is None else {"memory": found}))
     else:

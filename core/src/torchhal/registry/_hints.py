@@ -26,7 +26,6 @@ _ALIASES: Final[Mapping[str, str]] = {
     "torchhal-torchft": "torchft",
     "torchhal-ray": "ray",
     "torchhal-simulator": "sim",
-    "torchhal-loggers": "mlflow wandb comet swanlab trackio",
     "torchhal-parallel": (
         "dp ddp2 zero1 zero2 zero3 fsdp ddp_sharded ddp_sharded_spawn ddp_fully_sharded tensor_parallel pipeline "
         "hybrid dcp async dcp_async"
