@@ -110,13 +110,16 @@ class FolderLogger(Logger):
     """Base class of loggers that write to ``save_dir/name/version_N``, which is created with the first write.
 
     Args:
-        save_dir: the folder of all experiments.
+        save_dir: the folder of all experiments; by default that of the process.
         name: the experiment; "" for none.
         version: the run: a number, which becomes ``version_N``, or a name; None for one more than the highest there.
     """
 
     def __init__(
-        self, save_dir: str | os.PathLike[str], name: str | None = "torchhal_logs", version: int | str | None = None
+        self,
+        save_dir: str | os.PathLike[str] = ".",
+        name: str | None = "torchhal_logs",
+        version: int | str | None = None,
     ) -> None:
         if not isinstance(save_dir, str | os.PathLike):
             raise TypeError(f"'save_dir' must be a path (got {save_dir!r})")

@@ -100,7 +100,7 @@ def trainer_of(component: ComponentUnderTest, size: int, folder: str, **options:
     if kind == "checkpoint_io":
         arguments["plugins"] = [given]
     elif kind == "callback":
-        arguments["callbacks"] = [given]
+        arguments["callbacks"], arguments["enable_checkpointing"] = [given], None  # it may be what saves
     else:
         arguments[kind] = given
     return Trainer(**{**arguments, **options})
