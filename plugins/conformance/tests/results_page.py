@@ -47,6 +47,7 @@ the hardware does.
 """
 
 WITHOUT_REPORT = {
+    ("callback", "backbone_finetuning"): "trains models with a `backbone`; the kit's has none",
     ("precision", "ipu-16-mixed"): "works within compiled steps only; the kit checks precisions by torch's operators",
 }
 """Component -> the reason why it has no row, unless it is a class with other defaults."""

@@ -18,6 +18,8 @@ from torchhal_conformance.checks.trainer import BATCH, ThreeLayers, data, learne
 class Logs(ThreeLayers):
     """Model that logs its losses, as callbacks monitor them."""
 
+    log: Any
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss, on_epoch=True)
@@ -44,7 +46,7 @@ def trainer_with(context: CheckContext, callback: Any, **options: Any) -> Any:
     """Return a quiet Trainer of one process with ``callback``."""
     from torchhal import Trainer
 
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
     return Trainer(
         accelerator=context.component.accelerator, devices=1, callbacks=[callback], enable_checkpointing=None,
         default_root_dir=str(context.folder), **{"max_epochs": 2, **quiet, **options},

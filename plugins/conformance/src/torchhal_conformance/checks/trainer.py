@@ -100,7 +100,8 @@ def trainer_of(component: ComponentUnderTest, size: int, folder: str, **options:
     if kind == "checkpoint_io":
         arguments["plugins"] = [given]
     elif kind == "callback":
-        arguments["callbacks"], arguments["enable_checkpointing"] = [given], None  # it may be what saves
+        # it may be what saves, or want a logger
+        arguments |= {"callbacks": [given], "enable_checkpointing": None, "logger": True}
     else:
         arguments[kind] = given
     return Trainer(**{**arguments, **options})
