@@ -22,6 +22,8 @@ from torchhal.launchers import Launcher
 from torchhal.plugin import Availability, Component, Hookspecs
 from torchhal.precision import Precision
 from torchhal.strategies import ParallelStrategy, Strategy
+from torchhal.trainer.callbacks import Callback
+from torchhal.trainer.loggers import Logger
 from torchhal_conformance._check import CHECKS, Check
 
 FOLDER = Path(__file__).parents[3] / "docs" / "reference"
@@ -63,6 +65,15 @@ PAGES = (
         "strategy.md", "STR", "Strategies", (Strategy, ParallelStrategy, Launcher),
         "`torchhal.strategies`. [Write a strategy](../how-to/write-a-strategy.md) and "
         "[Write an engine](../how-to/write-an-engine.md) show one.",
+    ),
+    Page(
+        "logger.md", "LOG", "Loggers", (Logger,),
+        "`torchhal.trainer.loggers.Logger`. `torchhal new --kind logger` makes one.",
+    ),
+    Page(
+        "callback.md", "CBK", "Callbacks", (Callback,),
+        "`torchhal.trainer.callbacks.Callback`. [Ready-made callbacks](../how-to/callbacks.md) are used by the same "
+        "hooks; `torchhal new --kind callback` makes one.",
     ),
     Page(
         "trainer-checks.md", "SYS", "Through the Trainer", (),
