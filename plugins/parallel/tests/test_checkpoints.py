@@ -83,18 +83,26 @@ def test_resume_on_device_memory_is_exact(world2, tmp_path, alias, arguments, io
             assert after["losses"] == before["losses"][10:]
 
 
+def test_resumes_within_an_accumulation(world2, tmp_path):
+    check_within_an_accumulation(world2, tmp_path, "zero2", 2, None)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "axes", [{"data": 2, "tensor": 2}, {"shard": 2, "tensor": 2}, {"shard": 2, "pipeline": 2}], ids=str
 )
 def test_mesh_resumes_within_an_accumulation(world4, tmp_path, axes):
-    """Resume of a mesh in the midst of an accumulation is exact."""
+    check_within_an_accumulation(world4, tmp_path, "hybrid", 4, axes)
+
+
+def check_within_an_accumulation(world, folder, alias, devices, axes):
+    """Resume in the midst of an accumulation is exact, from one file and from one of shards."""
     ios = {"torch": TorchCheckpointIO(), "dcp": DCPCheckpointIO()}
-    undisturbed = world4.run(training.write_in_the_midst, "hybrid", 4, axes, str(tmp_path), ios, timeout=100)
+    undisturbed = world.run(training.write_in_the_midst, alias, devices, axes, str(folder), ios, timeout=100)
     for io in ios:
-        path = str(tmp_path / f"{io}.ckpt")
+        path = str(folder / f"{io}.ckpt")
         assert "gradients" in ios[io].open_checkpoint(path)
-        results = world4.run(training.go_on, "hybrid", 4, axes, path, io, timeout=100)
+        results = world.run(training.go_on, alias, devices, axes, path, io, timeout=100)
         assert results[0]["step"] == undisturbed[0]["step"] == 5
         for name, value in undisturbed[0]["state"].items():
             assert torch.equal(results[0]["state"][name], value), (io, name)

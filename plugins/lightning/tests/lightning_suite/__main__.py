@@ -112,7 +112,8 @@ def main() -> None:
     if chosen.files:
         fair = {test for test in fair if any(name in test for name in chosen.files)}
     files = [name for name in every if any(f"{name}::" in test for test in fair)]
-    results_of(folder, "torchhal").unlink(missing_ok=True)
+    for earlier in (results_of(folder, "torchhal"), folder / "output-torchhal.txt"):
+        earlier.unlink(missing_ok=True)
     report(fair, run(folder, "torchhal", files, fair))
 
 

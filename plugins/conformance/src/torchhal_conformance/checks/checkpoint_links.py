@@ -215,15 +215,17 @@ def foreign_files(context: CheckContext) -> None:
 
 
 def _pass_the_time_of(path: Path) -> None:
-    """Return when a change of a file has a later time than that of ``path``: a file system's clock ticks."""
-    probe = path.with_name("probe")
-    while True:
+    """Return when a change of a file has a later time than that of ``path``: a file system's clock ticks.
+
+    After two seconds in any case: a clock may have been set back.
+    """
+    probe, deadline = path.with_name("probe"), time.monotonic() + 2
+    later = False
+    while not later and time.monotonic() < deadline:
+        time.sleep(0.001)
         probe.touch()
         later = probe.stat().st_ctime_ns > path.stat().st_ctime_ns
         probe.unlink()
-        if later:
-            return
-        time.sleep(0.001)
 
 
 def _damaged(context: CheckContext, io: CheckpointIO, plain: Path, whole: bytes) -> None:
