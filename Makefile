@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 XLA := .venv-xla
 NEWEST := .venv-newest
+DOCS := .venv-docs
 # Engines that want a build or pins of their own: each is tested in .venv-NAME, which plugins/NAME/environment installs.
 ENGINES := $(patsubst plugins/%/environment/install.py,%,$(wildcard plugins/*/environment/install.py))
 NEWEST_PYTHON ?= python3.13
@@ -29,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The contracts of [tool.importlinter] in pyproject.toml: layers, no cycles, nothing private in a plugin.
 IMPORTS = PYTHONWARNINGS=ignore $(BIN)/lint-imports --no-cache
 
-.PHONY: help demo test test-all test-rest test-xla test-engines $(ENGINES:%=test-%) test-newest check lint bench conformance cluster-tools clean
+.PHONY: help demo test test-all test-rest test-xla test-engines $(ENGINES:%=test-%) test-newest check lint bench docs conformance cluster-tools browser clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -44,7 +45,7 @@ test-all: test test-rest  ## everything but torch_xla, in thirty minutes
 
 # These tests wait more than those of test, and begin with those that wait longest.
 test-rest: WORKERS := 6
-test-rest: $(VENV)/dev.stamp  ## what test leaves out
+test-rest: $(VENV)/dev.stamp $(DOCS)/packages.stamp  ## what test leaves out
 	$(PYTEST) -m slow
 
 # Beside mypy one process compiles the tests, with pytest's assertions, which otherwise each worker of a fresh clone does.
@@ -67,6 +68,13 @@ test-newest: $(NEWEST)/packages.stamp  ## the tests of `make test` on the newest
 
 cluster-tools:  ## Slurm, Open MPI, MPICH and iproute2, for tests/test_clusters.py, which skips without them (Debian, root)
 	apt-get install --yes --quiet --no-install-recommends slurmctld slurmd slurm-client iproute2 openmpi-bin mpich
+
+browser:  ## Chromium, for the tests that look at pages, which skip without it (Debian, root)
+	apt-get install --yes --quiet --no-install-recommends chromium fonts-dejavu-core
+
+SITE := build/site
+docs: $(DOCS)/packages.stamp  ## the documentation site, in build/site; SITE=FOLDER adds this version to a folder of releases
+	$(DOCS)/bin/python docs/site/build.py $(SITE)
 
 lint: $(VENV)/dev.stamp  ## fix what the linters can, then check imports and types
 	$(BIN)/ruff check --fix .
@@ -147,5 +155,10 @@ $(NEWEST)/packages.stamp: requirements-dev.txt core/pyproject.toml $(PLUGINS:=/p
 	$(NEWEST)/bin/python -m pip install --quiet --no-deps $(PLUGINS:%=--editable ./%)
 	touch $@
 
-clean:  ## remove the environments and the runs
-	rm -rf $(VENV) $(XLA) $(ENGINES:%=.venv-%) $(NEWEST) torchhal_runs
+$(DOCS)/packages.stamp: docs/site/requirements.txt
+	$(PYTHON) -m venv --clear $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --no-deps --requirement $<
+	touch $@
+
+clean:  ## remove the environments, the runs and the site
+	rm -rf $(VENV) $(XLA) $(ENGINES:%=.venv-%) $(NEWEST) $(DOCS) torchhal_runs build

@@ -34,7 +34,8 @@ SLOW: Final = {
     "plugins/hivemind/tests/test_alone.py": 100, "core/tests/test_standard_streams.py": 100,
     "core/tests/test_launchers_failures.py": 90, "plugins/deepspeed/tests/test_engine_runs.py": 85,
     "plugins/simulator/tests/test_faults.py": 80, "plugins/deepspeed/tests/test_engine_checkpoints.py": 75,
-    "plugins/parallel/tests/test_odd_models.py": 70, "plugins/parallel/tests/test_launch.py": 70,
+    "tests/test_docs_site.py": 85, "plugins/parallel/tests/test_odd_models.py": 70,
+    "plugins/parallel/tests/test_launch.py": 70,
     "plugins/bagua/tests/test_conformance.py": 55, "core/tests/test_meeting_ranks.py": 55,
     "core/tests/test_trainer_ddp_failures.py": 130,
 }  # fmt: skip

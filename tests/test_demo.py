@@ -25,7 +25,12 @@ def test_demo(tmp_path: Path) -> None:
     assert checkpoint.is_file()
     assert checkpoint.is_relative_to(tmp_path / "runs")
     assert "val_accuracy=" in done.stderr  # the progress bar
-    assert "train_loss" in (checkpoint.parents[1] / "metrics.csv").read_text()
+    metrics = checkpoint.parents[1] / "metrics.csv"
+    assert "train_loss" in metrics.read_text()
+    draw = [sys.executable, str(ROOT / "docs" / "images" / "digits_curve.py"), str(metrics), str(tmp_path / "run.svg")]
+    subprocess.run(draw, check=True, timeout=60)
+    loss, validation = re.findall(r'<polyline .* points="(.*)"/>', (tmp_path / "run.svg").read_text())
+    assert (len(loss.split()), len(validation.split())) == (12 * 19 // 10, 12)  # every 10th step, every epoch
 
 
 def test_make_knows_the_demo() -> None:

@@ -127,7 +127,7 @@ def test_example(page: Path, line: int | None, tmp_path: Path, site: Path) -> No
     blocks, hidden = blocks_of(page), hidden_from(page)
     write_files(blocks, tmp_path)
     if line is None:
-        program = tmp_path / page.with_suffix(".py").name
+        program = tmp_path / f"{page.stem}_page.py"  # profile.py alone would hide the module of that name
         program.write_text(padded([b for b in blocks if b.language == "python" and b.verb in ("", "raises")]))
         check([sys.executable, program.name], 0, tmp_path, site, hidden)
         return

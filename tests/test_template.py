@@ -30,6 +30,8 @@ MODULES = {
     "checkpoint_io": "checkpoint.py",
     "cluster_environment": "environment.py",
     "strategy": "strategy.py",
+    "logger": "logger.py",
+    "callback": "callback.py",
 }
 ALWAYS = {
     ".github/workflows/ci.yml", ".gitignore", "CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml",
@@ -225,7 +227,10 @@ def test_names_with_a_meaning_are_known() -> None:
     """The template runs without torchhal, so it has a list of its own of what core and its plugins are called by."""
     (source,) = re.findall(r"^TAKEN = (\{.*?\})", (TEMPLATE / "hooks" / "pre_gen_project.py").read_text(), re.M | re.S)
     names = {
-        name for kind, part in collect_components(builtin) if kind != "command" for name in (part.alias, *part.aliases)
+        name
+        for kind, part in collect_components(builtin)
+        if kind not in ("command", "callback")
+        for name in (part.alias, *part.aliases)
     }
     names |= set(DISTRIBUTIONS) | {name.removeprefix("torchhal-") for name in DISTRIBUTIONS.values()}
     possible = {name for name in names if re.fullmatch("[a-z][a-z0-9_]*", name) and len(name) <= 30}

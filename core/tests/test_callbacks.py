@@ -12,6 +12,7 @@ from torch import nn
 from torchhal._overrides import overrides
 from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.errors import CheckpointError, ConfigurationError
+from torchhal.trainer._shared_clock import SharedClock
 from torchhal.trainer.callbacks import (
     Callback,
     EarlyStopping,
@@ -21,7 +22,6 @@ from torchhal.trainer.callbacks import (
     ProgressBar,
 )
 from torchhal.trainer.callbacks._checkpoint_files import earlier_runs, normal_folder
-from torchhal.trainer.callbacks._synced_timer import SharedClock
 from torchhal.trainer.callbacks.summary import summarize
 
 
@@ -234,7 +234,7 @@ class TestJudging:
 def test_a_clock_asks_seldom_and_all_ranks_alike(monkeypatch):
     """A step takes a second, the interval is 1000: rank 0's answers decide on both ranks."""
     now = 0.0
-    monkeypatch.setattr("torchhal.trainer.callbacks._synced_timer.time.monotonic", lambda: now)
+    monkeypatch.setattr("torchhal.trainer._shared_clock.time.monotonic", lambda: now)
 
     class Rank:
         world_size = 2

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import re
 import signal
+import sys
 from datetime import timedelta
 
 import hardware
@@ -595,10 +597,12 @@ class TestProgressBar:
         trainer.test(dataloaders=BATCHES, verbose=False)
         trainer.predict(dataloaders=BATCHES)
         text = capsys.readouterr().err
-        for title in ("Sanity check", "Epoch 0", "Epoch 1", "Validating", "Testing", "Predicting"):
-            assert f"{title}: 100%" in text, title
-        last_epoch = [part for part in text.split("\r") if part.startswith("Epoch 1: 100%")][-1]
-        assert "4/4" in last_epoch and "score=0.125" in last_epoch and "loss=" in last_epoch
+        assert "\r" not in text and "\x1b" not in text, "whole lines, for a file"
+        lines = [line for line in text.splitlines() if not line.startswith("torchhal: ")]
+        titles = ["Epoch 0", "Epoch 1", "Validating", "Testing", "Predicting"]
+        assert [line.partition(": 100% 4/4, ")[0] for line in lines] == titles, "none for a fit's validations"
+        last_epoch = lines[1]
+        assert "batches/s" in last_epoch and "score=0.125" in last_epoch and "loss=" in last_epoch
 
     def test_values_fetched_per_drawing(self, tmp_path):
         """Values are fetched from the device only when the bar is drawn."""
@@ -612,6 +616,29 @@ class TestProgressBar:
 
         fit(tmp_path, enable_progress_bar=True, model=Counting(), validate=False, max_epochs=1)
         assert len(set(fetched)) == 1, "four batches within an interval draw nothing"
+
+    def test_bars_on_a_terminal(self, tmp_path, capsys, monkeypatch):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+        fit(tmp_path, enable_progress_bar=True, num_sanity_val_steps=1)
+        text = capsys.readouterr().err
+        for title in ("Sanity check", "Epoch 0", "Epoch 1", "Validating"):
+            assert f"{title}: 100%" in text, title
+        assert "\r" in text
+
+    def test_lines_come_more_and_more_seldom(self, tmp_path, capsys, monkeypatch):
+        """A line at 5, 10, 20, 40 and 80 s, then each minute."""
+        now = [0.0]
+        monkeypatch.setattr("torchhal.trainer.callbacks.progress.time.monotonic", lambda: now[0])
+
+        class Slow(Net):
+            def training_step(self, batch, batch_idx):
+                now[0] += 1
+                return super().training_step(batch, batch_idx)
+
+        where = {"accelerator": hardware.name(), "devices": 1, "default_root_dir": tmp_path, "logger": False}
+        Trainer(callbacks=ProgressBar(), max_epochs=1, enable_checkpointing=False, **where).fit(Slow(), BATCHES * 75)
+        done = re.findall(r"(\d+)/300", capsys.readouterr().err)
+        assert done == ["5", "10", "20", "40", "80", "140", "200", "260", "300"]
 
     def test_switched_off(self, tmp_path, capsys):
         bar = ProgressBar()
@@ -702,7 +729,7 @@ def test_ranks_never_disagree(tmp_path):
     assert names(tmp_path / "c") == ["epoch=1.ckpt", "last.ckpt"]
     assert float(callback.best_model_score) == pytest.approx(0.4)
     assert len(names(tmp_path / "t")) == 8
-    assert names(trainer.logger.log_dir) == ["metrics.csv"]
+    assert names(trainer.logger.log_dir) == ["metrics.csv", "run.json"]
 
 
 def test_two_model_checkpoints_in_two_folders(tmp_path):

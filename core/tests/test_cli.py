@@ -332,7 +332,7 @@ def test_explain_passes_on_what_was_given(requests: list[Any], capsys: pytest.Ca
 
 def test_explain_as_json_and_its_errors(requests: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"schema": 1}
+    assert json.loads(capsys.readouterr().out) == {"schema": 1, "defaults": []}
     assert cli.main(["explain", "--devices=-7"]) == 2
     assert capsys.readouterr().err == "noise\nerror: 'devices' must be positive (got '-7')\n"
 

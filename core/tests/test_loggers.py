@@ -231,7 +231,7 @@ class TestTensorBoard:
         trainer.fit_loop.max_epochs = 2
         trainer.fit(model, batches)
         trainer.validate(model, batches, verbose=False)
-        assert len(os.listdir(logger.log_dir)) == 1
+        assert sum(name.startswith("events.") for name in os.listdir(logger.log_dir)) == 1
         assert {"loss_step", "val_loss"} <= set(self.scalars(logger.log_dir))
 
     @pytest.mark.slow

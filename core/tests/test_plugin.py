@@ -85,13 +85,13 @@ def test_availability_has_a_reason() -> None:
 def test_one_hook_for_each_kind() -> None:
     specs = {name for name in vars(Hookspecs) if name.startswith("torchhal_")}
     assert specs == set(HOOKS.values())
-    assert set(HOOKS) == {*KINDS, "command", "model_adapter"}
+    assert set(HOOKS) == {*KINDS, "default_logger", "default_callback", "command", "model_adapter"}
 
 
 def test_builtin_components_are_valid() -> None:
     """The core contributes valid components of every kind through the hooks, but adapts no other framework."""
     pairs = collect_components(builtin)
-    assert {kind for kind, _ in pairs} == set(HOOKS) - {"model_adapter"}
+    assert {kind for kind, _ in pairs} == set(HOOKS) - {"model_adapter", "default_logger", "default_callback"}
     assert [component.problem(kind) for kind, component in pairs] == [None] * len(pairs)
     names = [(kind, name) for kind, component in pairs for name in (component.alias, *component.aliases)]
     assert len(names) == len(set(names))

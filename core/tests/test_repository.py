@@ -89,7 +89,7 @@ PARTS = ("accelerators", "precision", "checkpoint", "cluster", "launchers")
 ARROWS = {
     "trainer": {"__init__", "cli", "trainer"},
     "cli": {"__main__", "cli"},
-    "resolve": {"__init__", "cli", "resolve", "trainer"},
+    "resolve": {"__init__", "cli", "export", "resolve", "trainer"},
     "registry": {"__init__", "cli", "registry", "resolve", "testing", "trainer"},
     "strategies": {"__init__", "cli", "resolve", "strategies", "trainer"},
 }

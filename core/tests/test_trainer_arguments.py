@@ -47,8 +47,8 @@ OUT_OF_DOMAIN = {
     "deterministic": (0, 1, 1.0, "", "Warn"),
     "benchmark": (0, 1, "", "yes"),
     "default_root_dir": (True, 5, "", b"x", 1.5),
-    "logger": ("csv", "", 5, 1.5, [True], ...),
-    "callbacks": ("x", 5, [None], Callback, [Callback], ...),
+    "logger": (5, 1.5, [True], ...),
+    "callbacks": (5, [None], Callback, [Callback], ...),
     "num_nodes": (True, 1.5, -2, 0, "", NAN, None),
     "devices": (True, 1.5, -2, 0, "", "x", NAN, [], [-1], [0, 0], [True], None),
 }  # fmt: skip

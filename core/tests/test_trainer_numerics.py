@@ -319,6 +319,21 @@ def test_other_precisions_learn(precision):
     assert model.losses[-1] < model.losses[0]
 
 
+def test_double_precision_to_the_last_digit():
+    """A third of a loss in float64 isn't that of one in float32."""
+    if "64-true" not in hardware.accelerator().precisions:
+        pytest.skip("the device has no float64")
+    torch.manual_seed(0)
+    mine = Net()
+    theirs = copy.deepcopy(mine).double()
+    torch.manual_seed(1)  # of the dropout
+    trainer(max_epochs=2, precision="64-true", accumulate_grad_batches=3).fit(mine, DataLoader(dataset(), 5))
+    torch.manual_seed(1)
+    x, y = dataset().tensors
+    plain(theirs, DataLoader(TensorDataset(x.double(), y), 5), 2, accumulate=3)
+    assert_same(mine, theirs)
+
+
 def test_tied_frozen_unused_and_scalar_parameters():
     class Odd(Module):
         def __init__(self):

@@ -1,5 +1,8 @@
 """Test when validation runs, on how many batches, the sanity check, and several validation loaders."""
 
+from datetime import timedelta
+from types import SimpleNamespace
+
 import pytest
 import torch
 from counting_net import Net, Unsized, batches, fit, make
@@ -52,6 +55,37 @@ def test_validations(options, after):
 )
 def test_validations_of_an_unsized_loader(options, after):
     assert fit(Unsized(6), 2, max_epochs=2, **options)[1].validated_after() == after
+
+
+@pytest.mark.parametrize(
+    ("options", "after"),
+    [
+        ({"val_check_interval": timedelta(seconds=4)}, [4, 8, 12]),
+        ({"val_check_interval": {"seconds": 2.5}}, [3, 6, 9, 12]),
+        ({"val_check_interval": "00:00:00:07", "check_val_every_n_epoch": None}, [7]),
+        ({"val_check_interval": timedelta(seconds=4), "check_val_every_n_epoch": 2}, [7, 11]),
+        ({"val_check_interval": timedelta(days=1)}, []),
+    ],
+    ids=str,
+)
+def test_validations_by_time(monkeypatch, options, after):
+    """A batch takes a second, and a validation any time: the interval begins at its end."""
+    now = 0.0
+
+    class Timed(Net):
+        def training_step(self, batch, batch_idx):
+            nonlocal now
+            now += 1
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            nonlocal now
+            now += 50
+            return super().validation_step(batch, batch_idx)
+
+    monkeypatch.setattr("torchhal.trainer._shared_clock.time", SimpleNamespace(monotonic=lambda: now))
+    _, model = fit(6, 2, model=Timed(), max_epochs=2, **options)
+    assert model.validated_after() == after
 
 
 def test_unreachable_val_check_interval():

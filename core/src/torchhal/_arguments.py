@@ -65,25 +65,29 @@ def check_limit(name: str, value: Any, *, optional: bool = True) -> int | float:
     )
 
 
-def check_interval(name: str, value: Any) -> int | float:
-    """Return a number of batches (int of at least 1), or a share of an epoch (float in (0, 1])."""
+def check_interval(name: str, value: Any) -> int | float | timedelta:
+    """Return a number of batches (int of at least 1), a share of an epoch (float in (0, 1]), or a timedelta."""
     if value is None:
         return 1.0
     if _is_int(value) and value >= 1:
         return int(value)
     if isinstance(value, float) and 0.0 < value <= 1.0:
         return value
+    if isinstance(value, timedelta | dict) or (isinstance(value, str) and ":" in value):
+        duration = check_duration(name, value)
+        assert duration is not None
+        return duration
     raise ConfigurationError(
-        f"'{name}' must be a number of batches (int of at least 1) or a share of an epoch (float above 0.0, at most "
-        f"1.0) (got {value!r})"
+        f"'{name}' must be a number of batches (int of at least 1), a share of an epoch (float above 0.0, at most "
+        f"1.0), or a time (timedelta, its keywords as a dict, or 'DD:HH:MM:SS') (got {value!r})"
     )
 
 
-def check_validation(interval: int | float, every_n_epoch: int | None) -> None:
+def check_validation(interval: int | float | timedelta, every_n_epoch: int | None) -> None:
     """Raise an error unless ``val_check_interval`` counts batches where no epoch defines when to validate."""
     if every_n_epoch is None and isinstance(interval, float):
         raise ConfigurationError(
-            "'val_check_interval' must be a number of batches (int) when check_val_every_n_epoch=None "
+            "'val_check_interval' must be a number of batches (int), or a time, when check_val_every_n_epoch=None "
             f"(got {interval!r})"
         )
 

@@ -6,7 +6,7 @@ import inspect
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -22,6 +22,8 @@ from torchhal.errors import (
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+_T = TypeVar("_T")
 
 _NEVER_OF_A_FILE = TorchhalError, ImportError, MemoryError, torch.OutOfMemoryError
 """Errors of user code that are raised unchanged, independent of the checkpoint."""
@@ -147,60 +149,9 @@ class HasHyperparameters:
         io = TorchCheckpointIO() if checkpoint_io is None else checkpoint_io
         checkpoint = io.load_checkpoint(checkpoint_path, map_location=map_location, weights_only=weights_only)
         check_format(checkpoint, str(checkpoint_path))
-        saved = cls._saved_arguments(checkpoint, checkpoint_path, arguments)
-        accepted = inspect.signature(cls.__init__).parameters
-        whole: Any = checkpoint.get(f"{cls._hyperparameter_prefix}hparams_name")
-        if isinstance(whole, str) and whole in accepted:  # they were given in one argument, so they go back into it
-            saved = {whole: Hyperparameters(saved)}
-        elif not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
-            saved = {name: value for name, value in saved.items() if name in accepted}
-        names = ", ".join(name for name in saved if name not in arguments) or "none"
-        with raising_mismatch(
-            lambda error: (
-                f"{cls.__name__} can't be built from {str(checkpoint_path)!r}: its __init__ raised "
-                f"{type(error).__name__}: {error}. Arguments from the file: {names}. Pass what it lacks, or has "
-                "otherwise, as arguments here, or call save_hyperparameters() in __init__ and save anew"
-            )
-        ):
-            loaded = cls(**{**saved, **arguments})
+        loaded = build_from_checkpoint(cls, checkpoint, str(checkpoint_path), arguments)
         loaded._restore(checkpoint, str(checkpoint_path), strict=strict)
         return loaded
-
-    @classmethod
-    def _saved_arguments(cls, checkpoint: dict[str, Any], path: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the saved arguments that are not ``given``."""
-        from torchhal._hyperparameters import from_plain
-
-        prefix = cls._hyperparameter_prefix
-        accepted = inspect.signature(cls.__init__).parameters.values()
-        any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted)
-        names = {parameter.name for parameter in accepted}
-        for field in ("hparams_left_out", "hyper_parameters"):
-            found = checkpoint.get(f"{prefix}{field}")
-            if found is not None and not (isinstance(found, Mapping) and all(isinstance(name, str) for name in found)):
-                raise CheckpointCorruptError(
-                    f"{str(path)!r} is damaged: its field '{prefix}{field}' must be a dict from names to values (got "
-                    f"{reprlib.repr(found)})"
-                )
-        objects = checkpoint.get(f"{prefix}hparams_left_out") or {}
-        if asked := [name for name in objects if name not in given and (any_name or name in names)]:
-            listing = ", ".join(f"{name}=... (a {objects[name]})" for name in asked)
-            raise CheckpointMismatchError(
-                f"{cls.__name__} can't be built from {str(path)!r} alone: it was made with objects, which no "
-                f"checkpoint holds. Pass {listing}"
-            )
-        saved = {}
-        for name, value in (checkpoint.get(f"{prefix}hyper_parameters") or {}).items():
-            if name in given:
-                continue
-            try:
-                saved[name] = from_plain(value)
-            except (ValueError, TypeError, RecursionError) as error:
-                raise CheckpointMismatchError(
-                    f"{cls.__name__} can't be built from {str(path)!r}: its hyperparameter {name!r}: {error}. Pass "
-                    f"{name}=..."
-                ) from error
-        return saved
 
     def _restore(self, checkpoint: dict[str, Any], path: str, *, strict: bool) -> None:
         raise NotImplementedError
@@ -217,3 +168,90 @@ def _frame_arguments(frame: Any, owner: Any) -> dict[str, Any]:
     if info.keywords:
         arguments.update(info.locals[info.keywords])
     return arguments
+
+
+def build_from_checkpoint(
+    make: Callable[..., _T], checkpoint: Mapping[str, Any], path: str, given: Mapping[str, Any]
+) -> _T:
+    """Call ``make`` with the constructor arguments that the checkpoint holds, and those ``given``.
+
+    Args:
+        make: a class, or a function that returns an object.
+        checkpoint: as a Trainer saves it.
+        path: its path, for messages.
+        given: arguments that count more than the saved ones.
+
+    Raises:
+        CheckpointMismatchError: ``make`` raised an error, an argument was an object, which no checkpoint holds, or it
+            can't be made again.
+        CheckpointCorruptError: the field of the arguments has another type.
+    """
+    called: Any = make
+    accepted = inspect.signature(called.__init__ if isinstance(make, type) else make).parameters
+    saved = _saved_arguments(make, accepted, checkpoint, path, given)
+    whole: Any = checkpoint.get(f"{_prefix(make)}hparams_name")
+    if isinstance(whole, str) and whole in accepted:  # they were given in one argument, so they go back into it
+        saved = {whole: Hyperparameters(saved)}
+    elif not _takes_any(accepted):
+        saved = {name: value for name, value in saved.items() if name in accepted}
+    names = ", ".join(name for name in saved if name not in given) or "none"
+    with raising_mismatch(
+        lambda error: (
+            f"{_name(make)} can't be built from {path!r}: {'its __init__' if isinstance(make, type) else 'it'} raised "
+            f"{type(error).__name__}: {error}. Arguments from the file: {names}. Pass what it lacks, or has "
+            "otherwise, as arguments here, or call save_hyperparameters() in __init__ and save anew"
+        )
+    ):
+        return make(**{**saved, **given})
+
+
+def _saved_arguments(
+    make: Callable[..., Any],
+    accepted: Mapping[str, inspect.Parameter],
+    checkpoint: Mapping[str, Any],
+    path: str,
+    given: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the saved arguments that are not ``given``."""
+    from torchhal._hyperparameters import from_plain
+
+    prefix, any_name = _prefix(make), _takes_any(accepted)
+    for field in ("hparams_left_out", "hyper_parameters"):
+        found = checkpoint.get(f"{prefix}{field}")
+        if found is not None and not (isinstance(found, Mapping) and all(isinstance(name, str) for name in found)):
+            raise CheckpointCorruptError(
+                f"{path!r} is damaged: its field '{prefix}{field}' must be a dict from names to values (got "
+                f"{reprlib.repr(found)})"
+            )
+    objects = checkpoint.get(f"{prefix}hparams_left_out") or {}
+    if asked := [name for name in objects if name not in given and (any_name or name in accepted)]:
+        listing = ", ".join(f"{name}=... (a {objects[name]})" for name in asked)
+        raise CheckpointMismatchError(
+            f"{_name(make)} can't be built from {path!r} alone: it was made with objects, which no "
+            f"checkpoint holds. Pass {listing}"
+        )
+    saved = {}
+    for name, value in (checkpoint.get(f"{prefix}hyper_parameters") or {}).items():
+        if name in given:
+            continue
+        try:
+            saved[name] = from_plain(value)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise CheckpointMismatchError(
+                f"{_name(make)} can't be built from {path!r}: its hyperparameter {name!r}: {error}. Pass {name}=..."
+            ) from error
+    return saved
+
+
+def _prefix(make: Callable[..., Any]) -> str:
+    prefix: str = getattr(make, "_hyperparameter_prefix", "")
+    return prefix
+
+
+def _name(make: Callable[..., Any]) -> str:
+    name: str = getattr(make, "__name__", repr(make))
+    return name
+
+
+def _takes_any(accepted: Mapping[str, inspect.Parameter]) -> bool:
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())

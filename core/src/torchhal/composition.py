@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torchhal.plugin import Availability
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Composable", "Composition"]
+__all__ = ["PARTS", "Composable", "Composition"]
+
+PARTS: Final = ("accelerator", "precision", "checkpoint_io", "cluster_environment", "strategy")
+"""The kinds of components of a :class:`Composition`."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,10 @@ class MemoryEstimate:
     """Bytes on the rank that needs most.
 
     Args:
-        parameters, buffers, gradients, optimizer: what it holds when the optimizer steps.
+        parameters: what it holds of the model's parameters when the optimizer steps.
+        buffers: what it holds of the model's buffers.
+        gradients: what it holds of the gradients then.
+        optimizer: what it holds of the optimizer's state.
         temporary: what is added to that while it computes: gathered parameters, buffers for messages. No activations.
         note: what the numbers assume.
     """

@@ -36,13 +36,19 @@ HOOKS: Final[Mapping[str, str]] = {
     "checkpoint_io": "torchhal_checkpoint_ios",
     "cluster_environment": "torchhal_cluster_environments",
     "strategy": "torchhal_strategies",
+    "logger": "torchhal_loggers",
+    "callback": "torchhal_callbacks",
+    "default_logger": "torchhal_default_loggers",
+    "default_callback": "torchhal_default_callbacks",
     "command": "torchhal_commands",
     "model_adapter": "torchhal_model_adapters",
 }
 """Kind of component -> the hook that contributes components of this kind."""
 
-KINDS: Final = tuple(kind for kind in HOOKS if kind not in ("command", "model_adapter"))
-"""The kinds that a run is composed of."""
+KINDS: Final = (
+    "accelerator", "precision", "checkpoint_io", "cluster_environment", "strategy", "logger", "callback",
+)  # fmt: skip
+"""The kinds that a Trainer takes by alias."""
 
 ALIAS_MAX_LENGTH: Final = 64
 _ALIAS = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
@@ -161,6 +167,38 @@ class Hookspecs:
     @hookspec
     def torchhal_strategies(self) -> Sequence[Component]:  # type: ignore[empty-body]
         """Return strategies: targets are subclasses of ``torchhal.strategies.Strategy``."""
+
+    @hookspec
+    def torchhal_loggers(self) -> Sequence[Component]:  # type: ignore[empty-body]
+        """Return loggers: targets are subclasses of ``torchhal.trainer.loggers.Logger``.
+
+        .. versionadded:: 0.2
+        """
+
+    @hookspec
+    def torchhal_callbacks(self) -> Sequence[Component]:  # type: ignore[empty-body]
+        """Return callbacks: targets are subclasses of ``torchhal.trainer.callbacks.Callback``.
+
+        .. versionadded:: 0.2
+        """
+
+    @hookspec
+    def torchhal_default_loggers(self) -> Sequence[Component]:  # type: ignore[empty-body]
+        """Return loggers that every Trainer with a logger has beside those that it is given.
+
+        An organisation ships them in a package of its own. ``TORCHHAL_DEFAULTS=0`` leaves them out.
+
+        .. versionadded:: 0.2
+        """
+
+    @hookspec
+    def torchhal_default_callbacks(self) -> Sequence[Component]:  # type: ignore[empty-body]
+        """Return callbacks that every Trainer has, except one that is given a callback of the same class.
+
+        An organisation ships them in a package of its own. ``TORCHHAL_DEFAULTS=0`` leaves them out.
+
+        .. versionadded:: 0.2
+        """
 
     @hookspec
     def torchhal_model_adapters(self) -> Sequence[Component]:  # type: ignore[empty-body]

@@ -46,7 +46,11 @@ def _first_line(value: Any) -> str:
     doc = inspect.getdoc(value) or ""
     paragraph = " ".join(doc.split("\n\n")[0].split())
     sentence = re.split(r"(?<=[.:]) (?=[A-Z`])", paragraph)[0]
-    return re.sub(r":\w+:`~?([^`]*)`", r"`\1`", sentence).replace("``", "`").replace("|", "\\|")
+    return _in_a_cell(sentence)
+
+
+def _in_a_cell(text: str) -> str:
+    return re.sub(r":\w+:`~?([^`]*)`", r"`\1`", text).replace("``", "`").replace("|", "\\|")
 
 
 def _comment(module: ModuleType, name: str) -> str:
@@ -57,5 +61,5 @@ def _comment(module: ModuleType, name: str) -> str:
         if not any(isinstance(target, ast.Name) and target.id == name for target in targets):
             continue
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            return " ".join(str(after.value.value).split()).replace("``", "`")
+            return _in_a_cell(" ".join(str(after.value.value).split()))
     return ""

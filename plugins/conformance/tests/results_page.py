@@ -47,6 +47,7 @@ the hardware does.
 """
 
 WITHOUT_REPORT = {
+    ("callback", "backbone_finetuning"): "trains models with a `backbone`; the kit's has none",
     ("precision", "ipu-16-mixed"): "works within compiled steps only; the kit checks precisions by torch's operators",
 }
 """Component -> the reason why it has no row, unless it is a class with other defaults."""
@@ -99,7 +100,7 @@ def text(shown: list[tuple[str, dict[str, Any]]]) -> str:
         lines += ["|---|---|---|---|---|---|---|---|---|"]
         for file, report in shown:
             if report["kind"] == kind:
-                numbers = "".join(f"[{_number(numbers_of, note)}]" for note in _notes(report))
+                numbers = ", ".join(f"[{_number(numbers_of, note)}]" for note in _notes(report))
                 lines.append(f"| {' | '.join(_cells(file, report))} | {numbers} |")
         own = sorted((alias, entry) for (of, alias), entry in components.items() if of == kind)
         reported = {(report["plugin"], report["alias"]) for _, report in shown if report["kind"] == kind}

@@ -33,6 +33,24 @@ TestTorchElastic = pytest.mark.slow(
     conformance_suite("cluster_environment", "torchelastic", features={"elastic", "launches"})
 )
 TestLocal = conformance_suite("cluster_environment", "local", features={"launches"})
+TestCSV = conformance_suite("logger", "csv")
+TestTensorBoard = conformance_suite("logger", "tensorboard")
+TestEarlyStopping = conformance_suite("callback", "early_stopping", arguments={"monitor": "loss"})
+TestModelCheckpoint = conformance_suite("callback", "model_checkpoint")
+TestTimer = conformance_suite("callback", "timer")
+TestEMA = conformance_suite("callback", "ema")
+TestWeightAveraging = conformance_suite("callback", "weight_averaging")
+TestSWA = conformance_suite("callback", "swa", arguments={"swa_lrs": 0.01, "swa_epoch_start": 3})
+TestLearningRateMonitor = conformance_suite("callback", "lr_monitor")
+TestProgressBar = conformance_suite("callback", "progress_bar")
+TestModelSummary = conformance_suite("callback", "model_summary")
+TestDeviceStats = conformance_suite("callback", "device_stats")
+TestOnExceptionCheckpoint = conformance_suite(
+    "callback", "on_exception_checkpoint", arguments={"dirpath": "on_exception"}
+)
+TestGradientAccumulationScheduler = conformance_suite(
+    "callback", "gradient_accumulation_scheduler", arguments={"scheduling": {0: 1, 1: 2}}
+)
 TestSlurm = conformance_suite("cluster_environment", "slurm", features={"host_lists"})
 
 

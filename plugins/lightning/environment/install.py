@@ -1,4 +1,4 @@
-"""Installs Lightning 2.6.6 in both its distributions, torchmetrics and what its loggers want, for this interpreter.
+"""Installs Lightning 2.6.6 in both its distributions, what its loggers want, and the other trainers of the pages.
 
     .venv-lightning/bin/python plugins/lightning/environment/install.py
 
@@ -17,6 +17,9 @@ PACKAGES = (
     "tensorboard",
     "rich",
     "jsonargparse[signatures]",
+    # for docs/how-to/migrate.md; where the stub of Gaudi is, Accelerate takes it for the real one
+    "accelerate==1.15.0",
+    "transformers==5.24.0",
 )
 
 

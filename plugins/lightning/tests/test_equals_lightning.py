@@ -3,6 +3,7 @@
 import copy
 import csv
 import pickle
+import time
 
 import pytest
 import torch
@@ -53,6 +54,47 @@ def test_arguments(pl, options):
     fit(pl.Trainer, theirs, **options)
     fit(torchhal.Trainer, mine, **options)
     same(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    "options", [{"val_check_interval": "00:00:00:04"}, {"val_check_interval": {"seconds": 7}, "max_epochs": 3}], ids=str
+)
+def test_validations_by_time(pl, options, monkeypatch):
+    """A batch takes a second of a clock that only batches move, a validation three."""
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    class Timed(models(pl)["Plain"]):
+        def training_step(self, batch, batch_idx):
+            nonlocal now
+            now += 1
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            nonlocal now
+            now += 3
+            return super().validation_step(batch, batch_idx)
+
+    theirs, mine = made(Timed), made(Timed)
+    fit(pl.Trainer, theirs, **options)
+    fit(torchhal.Trainer, mine, **options)
+    assert [note for note in theirs.notes if note[0] == "val"]
+    same(mine, theirs)
+
+
+def test_a_loss_in_double_precision(pl):
+    """Hooks and metrics get the digits that the step has computed."""
+    losses = []
+    for trainer_of in (pl.Trainer, torchhal.Trainer):
+
+        class Notes(models(pl)["Plain"]):
+            def on_train_batch_end(self, outputs, batch, batch_idx):
+                self.note("end", outputs["loss"].dtype, outputs["loss"])
+
+        module = made(Notes)
+        fit(trainer_of, module, precision="64-true", accumulate_grad_batches=3)
+        losses.append([note for note in module.notes if note[0] in ("end", "train")])
+    assert losses[0] == losses[1]
 
 
 def test_evaluation_and_prediction(pl):

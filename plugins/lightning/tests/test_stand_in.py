@@ -503,12 +503,20 @@ def test_loggers_write_hyperparameters(tmp_path):
     assert "hp_metric" in events.Tags()["scalars"]
 
 
-def test_a_trainer_is_not_copied():
-    trainer = mine_pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+def test_a_copy_of_a_trainer():
+    """It trains as the one that it was made of, which it shares nothing with, also where it lies in something else."""
+    template = mine_pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=1)
+    first, (second,) = copy.deepcopy(template), copy.deepcopy([template])
+    modules = [made(models(mine_pl)["Plain"]) for _ in range(3)]
+    for trainer, module in zip((template, first, second), modules, strict=True):
+        torch.manual_seed(3)
+        trainer.fit(module, DataLoader(dataset(), 8, shuffle=True))
+        assert trainer.global_step == 6 and module.trainer is trainer
+    same(modules[1], modules[0])
+    same(modules[2], modules[0])
     with pytest.raises(TypeError, match="make a new Trainer"):
-        copy.deepcopy(trainer)
-    module = made(models(mine_pl)["Plain"])
-    fit(mine_pl.Trainer, module, max_epochs=1)
+        copy.deepcopy(template)
+    module = modules[0]
     assert copy.deepcopy(module).body[0].weight.equal(module.body[0].weight)
 
 

@@ -3,6 +3,7 @@
 import os
 import pickle
 import shutil
+from enum import Enum
 
 import models
 import pytest
@@ -10,6 +11,7 @@ import torch
 import training
 from parity import TRANSFORMER, check, plain
 from tiers import slow
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
@@ -342,6 +344,38 @@ def test_hostile_metadata_is_not_executed(written, tmp_path):
     with pytest.raises(CheckpointCorruptError, match="mkdir"):
         CheckedReader(path, None, None).read_metadata()
     assert not (tmp_path / "executed").exists()
+
+
+class _ByGetattr(pickle.Pickler):
+    """Pickles an Enum's members as Python 3.11.0 to 3.11.3 do, Debian's 3.11.2 among them."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_metadata_of_every_python_is_read(tmp_path):
+    from torchhal_parallel.checkpoint._safe_reader import CheckedReader
+
+    DCPCheckpointIO().save_checkpoint({"a": torch.ones(3)}, tmp_path / "x.ckpt")
+    file = tmp_path / "x.ckpt" / ".metadata"
+    metadata = CheckedReader(file.parent, None, None).read_metadata()
+    with file.open("wb") as opened:
+        _ByGetattr(opened).dump(metadata)
+    assert b"getattr" in file.read_bytes()
+    assert CheckedReader(file.parent, None, None).read_metadata() == metadata
+
+
+@pytest.mark.parametrize("of", [Metadata, _MEM_FORMAT_ENCODING, torch.Size])
+def test_metadata_reaches_no_other_attribute(tmp_path, of):
+    from torchhal_parallel.checkpoint._safe_reader import CheckedReader
+
+    class Hostile:
+        def __reduce__(self):
+            return getattr, (of, "__init__")
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Hostile()))
+    with pytest.raises(CheckpointCorruptError, match="reads the attribute '__init__'"):
+        CheckedReader(tmp_path, None, None).read_metadata()
 
 
 def test_nothing_else_is_replaced_or_removed(tmp_path):

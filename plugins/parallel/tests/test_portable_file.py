@@ -58,6 +58,19 @@ def test_weights_alone(folder, tmp_path):
         assert sorted(loaded) == sorted(weights) and all(torch.equal(loaded[name], weights[name]) for name in weights)
 
 
+def test_export_of_a_sharded_checkpoint(folder, tmp_path):
+    from safetensors.torch import load_file
+
+    from torchhal.export import export
+
+    weights = DCPCheckpointIO().load_checkpoint(folder)["state_dict"]
+    export(folder, tmp_path / "x.safetensors")
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert sorted(loaded) == sorted(weights) and all(torch.equal(loaded[name], weights[name]) for name in weights)
+    card = (tmp_path / "README.md").read_text()
+    assert "| strategy | zero3 |" in card and "| processes | 2 |" in card and "| steps | 5 |" in card
+
+
 def test_damage_is_said(folder, tmp_path, capfd):
     import shutil
 

@@ -11,6 +11,8 @@ MODULES = {
     "checkpoint_io": "checkpoint.py",
     "cluster_environment": "environment.py",
     "strategy": "strategy.py",
+    "logger": "logger.py",
+    "callback": "callback.py",
 }
 WANTED = "{{ cookiecutter.__kinds }}".split(",")
 

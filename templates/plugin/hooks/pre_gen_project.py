@@ -16,19 +16,22 @@ TEXTS = {
     "description": {{ cookiecutter.description | tojson }},
 }
 VENDOR_IN_URL = {{ cookiecutter.vendor | slugify | tojson }}
-ALL_KINDS = ("accelerator", "precision", "checkpoint_io", "cluster_environment", "strategy")
+ALL_KINDS = ("accelerator", "precision", "checkpoint_io", "cluster_environment", "strategy", "logger", "callback")
 # Names of the core and of the plugins beside it, and words with a meaning: a component of such a name would be shadowed
 # by another one, or be an error.
 TAKEN = {
-    "async", "auto", "bagua", "bf16", "collaborative", "colossalai",
-    "colossalai_gemini", "colossalai_zero1", "colossalai_zero2", "core", "cpu", "cuda", "dcp", "dcp_async", "ddp", "ddp2",
-    "ddp_fork", "ddp_forkserver", "ddp_fully_sharded", "ddp_notebook", "ddp_sharded", "ddp_sharded_spawn",
+    "async", "auto", "backbone_finetuning", "bagua", "bf16", "collaborative", "colossalai", "colossalai_gemini",
+    "colossalai_zero1", "colossalai_zero2", "comet", "core", "cpu", "csv", "cuda", "dcp", "dcp_async", "ddp",
+    "ddp2", "ddp_fork", "ddp_forkserver", "ddp_fully_sharded", "ddp_notebook", "ddp_sharded", "ddp_sharded_spawn",
     "ddp_spawn", "deepspeed", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_2_offload",
-    "deepspeed_stage_3", "deepspeed_stage_3_offload", "deepspeed_stage_3_offload_nvme", "dp", "env", "fairscale",
-    "fairscale_oss", "fairscale_pipe", "fairscale_sdp", "flux", "fsdp", "gpu", "hivemind", "horovod", "hpu", "hpu_parallel", "hpu_single", "hybrid", "ipu", "ipu_strategy", "kubeflow",
-    "local", "lsf", "mpi", "mpich", "mps", "none", "openmpi", "parallel", "pipeline", "ray", "sagemaker", "sim", "simulator",
-    "single_device", "single_tpu", "single_xla", "slurm", "tensor_parallel", "torch", "torchelastic", "torchft",
-    "torchhal", "tpu", "tpu_spawn", "user", "xla", "xla_fsdp", "xla_spmd", "xpu", "zero1", "zero2", "zero3",
+    "deepspeed_stage_3", "deepspeed_stage_3_offload", "deepspeed_stage_3_offload_nvme", "device_stats", "dp",
+    "early_stopping", "ema", "env", "fairscale", "fairscale_oss", "fairscale_pipe", "fairscale_sdp", "flux", "fsdp",
+    "gpu", "hivemind", "horovod", "hpu", "hpu_parallel", "hpu_single", "hybrid", "ipu", "ipu_strategy", "kubeflow",
+    "local", "loggers", "lr_monitor", "lsf", "mlflow", "model_checkpoint", "model_summary", "mpi", "mpich", "mps",
+    "none", "on_exception_checkpoint", "openmpi", "parallel", "pipeline", "progress_bar", "ray", "sagemaker", "sim",
+    "simulator", "single_device", "single_tpu", "single_xla", "slurm", "swa", "swanlab", "tensor_parallel",
+    "tensorboard", "timer", "torch", "torchelastic", "torchft", "torchhal", "tpu", "tpu_spawn", "trackio", "user",
+    "wandb", "weight_averaging", "xla", "xla_fsdp", "xla_spmd", "xpu", "zero1", "zero2", "zero3",
 }  # fmt: skip
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any, Final
 
-import torch
-
-from torchhal.checkpoint._inspection import is_tensor
-from torchhal.checkpoint._local_file import atomic_replace, sync_file
 from torchhal.checkpoint._map_location import read
+from torchhal.checkpoint._safetensors_file import facts_as_text, import_safetensors, save_safetensors
+from torchhal.checkpoint._staged_files import refuse_existing, staged_files
 from torchhal.checkpoint.base import CheckpointIO
 from torchhal.checkpoint.torch_file import TorchCheckpointIO
-from torchhal.errors import CheckpointError, CheckpointMismatchError
+from torchhal.errors import CheckpointMismatchError
 
 TRAINING: Final = (
     "optimizer_states", "lr_schedulers", "trained_by", "frozen", "precision", "strategy", "callbacks", "loops",
-    "ranks", "rank_states", "gradients", "digests",
+    "ranks", "rank_states", "gradients", "digests", "current_model_state", "averaging_state",
 )  # fmt: skip
 """Fields that are only needed to continue a run."""
 
@@ -47,10 +44,9 @@ def consolidate(
     """
     as_safetensors = target.endswith(".safetensors")
     if as_safetensors:
-        _import_safetensors()  # before anything is read
+        import_safetensors()  # before anything is read
     own = TorchCheckpointIO()
-    if not force and (os.path.lexists(target) or own.exists(target)):
-        raise CheckpointError(f"{target!r} exists already: choose another name, or replace it with --force")
+    refuse_existing(target, force=force)
     # what one file holds is verified as a whole; of many, each part is when it is read
     content = io.open_checkpoint(source) if "sharded" in io.features else io.load_checkpoint(source)
     if weights_only or as_safetensors:
@@ -61,17 +57,6 @@ def consolidate(
     return {}
 
 
-def _import_safetensors() -> Any:
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise CheckpointError(
-            "a file that ends in .safetensors is written by safetensors, which can't be imported "
-            f"({error}): pip install torchhal[safetensors], or choose another ending for a file of torch's"
-        ) from error
-    return safetensors.torch
-
-
 def _save_weights(content: dict[str, Any], source: str, target: str) -> dict[str, str]:
     state = content.get("state_dict")
     if not isinstance(state, dict):
@@ -79,39 +64,5 @@ def _save_weights(content: dict[str, Any], source: str, target: str) -> dict[str
             f"{source!r} is no checkpoint of a Trainer: it has no 'state_dict' (it has "
             f"{', '.join(map(str, list(content)[:8]))})"
         )
-    tensors: dict[str, torch.Tensor] = {}
-    names: dict[Any, str] = {}
-    tied: dict[str, str] = {}
-    storages: set[int] = set()
-    for name, value in state.items():
-        if not is_tensor(value) or (isinstance(value, torch.Tensor) and value.layout is not torch.strided):
-            what = f"a tensor of layout {value.layout}" if is_tensor(value) else f"a {type(value).__name__}"
-            raise CheckpointError(
-                f"{name!r} of {source!r} is {what}, and safetensors holds dense tensors only: choose another ending "
-                "than .safetensors, with --weights-only"
-            )
-        tensor = value.detach() if isinstance(value, torch.Tensor) else value.read()
-        memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else name
-        if memory in names:
-            tied[name] = names[memory]
-            continue
-        names[memory] = name
-        tensor = tensor.contiguous()
-        start = tensor.untyped_storage().data_ptr()
-        if tensor.numel() and start in storages:  # a part of another's memory
-            tensor = tensor.clone()
-        storages.add(start)
-        tensors[name] = tensor
-    # as safetensors.torch.save_model writes it, so that its load_model ties them
-    metadata = {"format": "pt", **tied}
-    for key in ("torchhal_version", "epoch", "global_step"):
-        if key in content:
-            metadata.setdefault(key, content[key] if isinstance(content[key], str) else json.dumps(content[key]))
-    try:
-        os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
-        with atomic_replace(target) as temporary:
-            _import_safetensors().save_file(tensors, temporary, metadata=metadata)
-            sync_file(temporary)
-    except Exception as error:
-        raise CheckpointError(f"{target!r} could not be saved ({type(error).__name__}: {error})") from error
-    return tied
+    with staged_files(target) as folder:
+        return save_safetensors(state, folder / os.path.basename(target), facts_as_text(content))

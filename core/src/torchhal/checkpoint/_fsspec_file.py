@@ -171,12 +171,14 @@ class RemotePlace(CheckpointLocation):
             if info.get("type") != "file":
                 return b"", b""
             size = int(info["size"])
-            return (
-                self.fs.cat_file(self.path, start=0, end=min(head, size)),
-                self.fs.cat_file(self.path, start=max(0, size - tail), end=size),
-            )
+            return self._cat(0, min(head, size)), self._cat(max(0, size - tail), size)
         except OSError:
             return b"", b""
+
+    def _cat(self, start: int, end: int) -> bytes:
+        """Return the bytes from ``start`` to ``end``. Object stores refuse to be asked for none."""
+        found: bytes = self.fs.cat_file(self.path, start=start, end=end) if end > start else b""
+        return found
 
     def is_checkpoint_file(self) -> bool:
         try:

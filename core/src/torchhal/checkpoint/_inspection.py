@@ -48,7 +48,7 @@ def describe(io: CheckpointIO, path: str) -> dict[str, Any]:
         raise CheckpointError(f"nothing is at {path!r}") from error
     found = list(tensors_in(content))
     infos = [_info(name, tensor) for name, tensor in found]
-    distinct = {_memory(tensor): info.bytes for (_, tensor), info in zip(found, infos, strict=True)}
+    distinct = {memory_key(tensor): info.bytes for (_, tensor), info in zip(found, infos, strict=True)}
     ranks, optimizers = content.get("ranks"), content.get("optimizer_states")
     return {
         "torchhal_version": content.get("torchhal_version"),
@@ -85,7 +85,7 @@ def _info(name: str, tensor: Any) -> TensorInfo:
     return TensorInfo(name, shape, str(tensor.dtype).removeprefix("torch."), count * int(tensor.dtype.itemsize))
 
 
-def _memory(tensor: Any) -> Any:
+def memory_key(tensor: Any) -> Any:
     """Return a value that is equal for tensors that are one in memory, as tied weights are."""
     if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.numel():
         return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -12,6 +12,15 @@ from torch import nn
 from torchhal.errors import CheckpointMismatchError
 
 FORMAT = 1
+
+RUN_KEY: Final = "run_facts"
+"""Field with what a run consisted of: versions, aliases of its components, the class of its model."""
+
+
+def target_of(model: type) -> str:
+    """Return ``"package.module:Class"``, the form in which ``--model`` names a class."""
+    module = "__main__" if model.__module__ == "__mp_main__" else model.__module__
+    return f"{module}:{model.__qualname__}"
 
 
 def check_format(checkpoint: Mapping[str, Any], path: str) -> None:

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fnmatch
-import os
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from torchhal._terminal import echo
 from torchhal._text_table import format_table
 from torchhal.cli._output import output_to_stderr, print_json
-from torchhal.errors import CheckpointCorruptError, CheckpointError
-from torchhal.registry._hints import CHECKPOINT_FILES
-
-if TYPE_CHECKING:
-    from torchhal.checkpoint import CheckpointIO
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -38,8 +30,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _inspect(arguments: argparse.Namespace) -> int:
     with output_to_stderr():
         from torchhal.checkpoint._inspection import describe
+        from torchhal.resolve._checkpoint_ios import find_io
 
-        alias, io = _find_io(arguments.path)
+        alias, io = find_io(arguments.path)
         found = {"schema": 1, "path": arguments.path, "checkpoint_io": alias, **describe(io, arguments.path)}
     if arguments.json:
         print_json(found)
@@ -71,64 +64,15 @@ def _listed(writers: dict[str, Any]) -> str | None:
 def _consolidate(arguments: argparse.Namespace) -> int:
     with output_to_stderr():
         from torchhal.checkpoint._consolidate import consolidate
+        from torchhal.resolve._checkpoint_ios import find_io
 
         source, target = arguments.source, arguments.target
-        _, io = _find_io(source)
+        _, io = find_io(source)
         tied = consolidate(io, source, target, weights_only=arguments.weights_only, force=arguments.force)
     echo(f"wrote {target}")
     for name, kept in tied.items():
         echo(f"{name} is in it as {kept}: they share memory")
     return 0
-
-
-def _find_io(path: str) -> tuple[str, CheckpointIO]:
-    """Return alias and instance of the component, built in or of a plugin, that recognises what is at ``path``.
-
-    Raises:
-        CheckpointError: nothing is there, or no installed part recognises it; the message gives a remedy.
-    """
-    from torchhal.checkpoint._location import is_url
-    from torchhal.checkpoint.base import DEFAULT_EXTENSION, overrides_recognizes
-    from torchhal.resolve._checkpoint_ios import usable_ios
-
-    ios = list(usable_ios())
-    for entry, io in ios:
-        if io.recognizes(path):
-            return entry.component.alias, io
-    for entry, io in ios:  # those that recognise nothing, as before 0.2: theirs is what they can read
-        if not overrides_recognizes(io) and io.exists(path):
-            with contextlib.suppress(Exception):
-                io.open_checkpoint(path)
-                return entry.component.alias, io
-    shown = repr(path)
-    if is_url(path):
-        raise CheckpointError(f"no checkpoint is at {shown}, or its storage can't be reached")
-    if not os.path.exists(path):
-        raise CheckpointError(f"nothing is at {shown}")
-    if not os.path.isdir(path):
-        named = [io for _, io in ios if io.extension not in ("", DEFAULT_EXTENSION) and path.endswith(io.extension)]
-        (named or [ios[0][1]])[0].open_checkpoint(path)  # raises a file's specific error
-        raise CheckpointError(f"{shown} is no checkpoint")
-    names = os.listdir(path)
-    for pattern, distribution in CHECKPOINT_FILES.items():
-        if fnmatch.filter(names, pattern):
-            readers = [io for entry, io in ios if entry.distribution == distribution]
-            if not readers:
-                raise CheckpointError(f"{shown} looks like a checkpoint of {distribution}: pip install {distribution}")
-            for io in readers:
-                if "sharded" in io.features:
-                    with contextlib.suppress(OSError):
-                        io.open_checkpoint(path)  # raises for what is missing or damaged
-            raise CheckpointCorruptError(
-                f"{shown} looks like a checkpoint of {distribution}, which does not recognise it: it is incomplete, "
-                "or another program has written it"
-            )
-    inside = list(dict.fromkeys(child for _, io in ios for child in io.list_checkpoints(path)))
-    if inside:
-        raise CheckpointError(
-            f"{shown} is a folder with {len(inside)} checkpoint(s) in it: name one, such as {inside[-1]!r}"
-        )
-    raise CheckpointError(f"{shown} is a folder without a checkpoint in it")
 
 
 MAX_COLUMN_WIDTH: Final = 60

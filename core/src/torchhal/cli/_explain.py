@@ -12,6 +12,7 @@ from torchhal._terminal import echo
 from torchhal.cli import _memory as memory
 from torchhal.cli._output import output_to_stderr, print_json
 from torchhal.errors import ConfigurationError
+from torchhal.registry._registry import DEFAULTS
 
 if TYPE_CHECKING:
     from torchhal.resolve import Plan
@@ -62,6 +63,16 @@ def _with_broken_plugins(plan: Plan) -> Plan:
     return replace(plan, notes=(*plan.notes, *unnamed))
 
 
+def _defaults() -> tuple[list[dict[str, str]], list[str]]:
+    """Return what plugins add to every run, as plain data, and notes on plugins that can't be used."""
+    entries, notes = registry.defaults()
+    reason = f"a default of its plugin; {DEFAULTS}=0 leaves it out"
+    return [
+        {"kind": entry.kind.removeprefix("default_"), "name": entry.qualified_name, "reason": reason}
+        for entry in entries
+    ], notes
+
+
 def _explain(arguments: argparse.Namespace) -> int:
     if arguments.model_args is not None and arguments.model is None:
         raise ConfigurationError("'--model-args' are the arguments of a '--model', which is missing")
@@ -78,10 +89,15 @@ def _explain(arguments: argparse.Namespace) -> int:
         )
         plan = _with_broken_plugins(resolve(request)) if request.accelerator == "auto" else resolve(request)
         found = None if arguments.model is None else memory.estimate(arguments, request, plan)
+        defaults, notes = _defaults()
+        if notes:
+            plan = replace(plan, notes=(*plan.notes, *(note for note in notes if note not in plan.notes)))
     if arguments.json:
-        print_json(plan.to_dict() | ({} if found is None else {"memory": found}))
+        print_json(plan.to_dict() | {"defaults": defaults} | ({} if found is None else {"memory": found}))
     else:
         echo(plan.describe())
+        for default in defaults:
+            echo(f"every run has the {default['kind']} {default['name']} ({default['reason']})")
         if found is not None:
             echo("\n".join(memory.lines(found)))
     return 0

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import sys
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from torchhal._text_table import format_table
-from torchhal.errors import ConfigurationError, ModelError, TorchhalError, UnsupportedCombinationError
+from torchhal.cli._model_options import MODEL_ARGS_HELP, find_model, parse_model_args
+from torchhal.errors import ModelError, TorchhalError, UnsupportedCombinationError
 
 if TYPE_CHECKING:
     from torchhal.composition import Composition
@@ -31,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:CLASS",
         help="also estimate its memory on each rank; a function that returns a model will do, too",
     )
-    parser.add_argument("--model-args", default=None, metavar="JSON", help="its arguments, an object or an array")
+    parser.add_argument("--model-args", default=None, metavar="JSON", help=MODEL_ARGS_HELP)
 
 
 def estimate(arguments: argparse.Namespace, request: Request, plan: Plan) -> dict[str, Any]:
@@ -78,12 +76,9 @@ def _measure(arguments: argparse.Namespace, request: Request, plan: Plan) -> Mod
     from torchhal.memory_estimate import build_model, model_memory
     from torchhal.trainer._configure_optimizers import configure_optimizers
 
-    try:
-        given = None if arguments.model_args is None else json.loads(arguments.model_args)
-    except ValueError as error:
-        raise ConfigurationError(f"'--model-args' must be JSON (got {arguments.model_args!r}: {error})") from error
+    given = parse_model_args(arguments.model_args)
     trainer = _stand_in(request)
-    module = plan.precision.value.convert_module(build_model(_find(arguments.model), given, trainer=trainer))
+    module = plan.precision.value.convert_module(build_model(find_model(arguments.model), given, trainer=trainer))
     trainer.module = module
     if not hasattr(module, "configure_optimizers"):
         raise ModelError(
@@ -133,31 +128,6 @@ class _Batches(NamedTuple):
     loader: range
     length: int
     whole_length: int
-
-
-def _find(target: str) -> Any:
-    from torchhal.registry._discovery import describe
-    from torchhal.registry._entry import resolve_target
-
-    module, colon, name = target.partition(":")
-    if not (module and colon and name):
-        raise ConfigurationError(f"'--model' must be 'package.module:Class' (got {target!r})")
-    sys.path.insert(0, os.getcwd())  # as python -m has it
-    try:
-        found = resolve_target(target)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # SystemExit too: a script without a guard around its run
-        behind = error.__traceback__.tb_next if error.__traceback__ is not None else None  # where it is not this line
-        reason = describe(error.with_traceback(behind))
-        raise ConfigurationError(f"'--model': {target!r} can't be imported: {reason}") from error
-    finally:
-        sys.path.remove(os.getcwd())
-    if not callable(found):
-        raise ConfigurationError(
-            f"'--model' must name a class or a function (got {target!r}, a {type(found).__name__})"
-        )
-    return found
 
 
 def _every(memory: ModelMemory, plan: Plan) -> Iterator[dict[str, Any]]:

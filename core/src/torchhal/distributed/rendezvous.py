@@ -126,7 +126,8 @@ def generation_store(
     Raises:
         CollectiveTimeoutError: ``missing`` did not arrive within ``timeout``.
         RankFailedError: another rank has cancelled this meeting.
-        what :func:`connect` raises.
+        DistributedError: nothing responds at the main address within ``timeout``, or something that is not a store.
+        LaunchError: rank 0 can't serve at the port.
     """
     number = next_generation(kind) if number is None else number
     store = connect(environment, timeout)

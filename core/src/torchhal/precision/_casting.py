@@ -39,6 +39,17 @@ def cast_tensors(batch: Any, dtype: torch.dtype) -> Any:
     return map_tensors(batch, cast)
 
 
+def widen_tensors(output: Any, dtype: torch.dtype) -> Any:
+    """Return ``output`` with floating-point tensors that are narrower than ``dtype`` in it; all else is the same."""
+
+    def widen(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype.itemsize < dtype.itemsize:
+            return leaf.to(dtype)
+        return leaf
+
+    return map_tensors(output, widen)
+
+
 def cast_module(
     module: nn.Module, dtype: torch.dtype, *, only: Callable[[nn.Parameter], bool] | None = None
 ) -> nn.Module:

@@ -166,10 +166,10 @@ class Precision(Composable):
         return batch
 
     def convert_output(self, output: Any) -> Any:
-        """Return the step's output with its floating-point tensors in torch's default dtype.
+        """Return the step's output with its floating-point tensors in torch's default dtype, or a wider one.
 
         Args:
-            output: tensors at any depth of containers; everything else is left unchanged.
+            output: tensors at any depth of containers; everything else is left unchanged, and so may be what is wider.
 
         Checks: PRE-08.
         """

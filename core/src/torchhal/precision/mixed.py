@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torchhal.accelerators import Accelerator
 from torchhal.composition import Composition
 from torchhal.errors import CheckpointMismatchError, UnsupportedCombinationError
-from torchhal.precision._casting import cast_module, cast_tensors, parse_dtype
+from torchhal.precision._casting import cast_module, parse_dtype, widen_tensors
 from torchhal.precision.base import Precision, needs_closure
 
 _ALIASES: Final = {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed"}
@@ -136,7 +136,7 @@ class MixedPrecision(Precision):
         return cast_module(module, torch.float32, only=lambda p: p.requires_grad and p.dtype in _HALF)
 
     def convert_output(self, output: Any) -> Any:
-        return cast_tensors(output, torch.get_default_dtype())
+        return widen_tensors(output, torch.get_default_dtype())
 
     def forward_context(self) -> AbstractContextManager[Any]:
         if self._device_type is None:

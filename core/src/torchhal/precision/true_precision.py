@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchhal.precision._casting import DefaultDtype, cast_module, cast_tensors, parse_dtype
+from torchhal.precision._casting import DefaultDtype, cast_module, cast_tensors, parse_dtype, widen_tensors
 from torchhal.precision.base import Precision, needs_closure
 
 _ALIASES: Final = {torch.float64: "64-true", torch.bfloat16: "bf16-true", torch.float16: "16-true"}
@@ -62,11 +62,11 @@ class TruePrecision(Precision):
         return cast_tensors(batch, self.param_dtype)
 
     def convert_output(self, output: Any) -> Any:
-        """Cast to the default dtype outside :meth:`forward_context`, also when called inside it.
+        """Cast what is narrower to the default dtype outside :meth:`forward_context`, also when called inside it.
 
         Checks: PRE-08.
         """
-        return cast_tensors(output, self._default_dtype.outside)
+        return widen_tensors(output, self._default_dtype.outside)
 
     def module_init_context(self) -> AbstractContextManager[Any]:
         return self._default_dtype

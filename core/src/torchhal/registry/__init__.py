@@ -24,6 +24,7 @@ __all__ = [
     "aliases",
     "announced_environments",
     "auto_accelerators",
+    "defaults",
     "entries",
     "find",
     "find_known",
@@ -73,6 +74,11 @@ def auto_accelerators() -> AutoAccelerators:
 def adapter_of(packages: Collection[str]) -> RegistryEntry | None:
     """See :meth:`Registry.adapter_of`."""
     return _default.adapter_of(packages)
+
+
+def defaults() -> tuple[list[RegistryEntry], list[str]]:
+    """See :meth:`Registry.defaults`."""
+    return _default.defaults()
 
 
 def find_known(kind: str, alias: str) -> RegistryEntry | None:

@@ -91,6 +91,51 @@ def torchhal_strategies() -> list[Component]:
 
 
 @hookimpl
+def torchhal_loggers() -> list[Component]:
+    return [
+        Component("csv", "torchhal.trainer.loggers.csv:CSVLogger", summary="A table in a file, metrics.csv"),
+        Component(
+            "tensorboard",
+            "torchhal.trainer.loggers.tensorboard:TensorBoardLogger",
+            summary="Event files for TensorBoard",
+            requires=("tensorboard",),
+        ),
+    ]
+
+
+@hookimpl
+def torchhal_callbacks() -> list[Component]:
+    where = "torchhal.trainer.callbacks"
+    return [
+        Component("model_checkpoint", f"{where}.checkpoint:ModelCheckpoint", summary="Saves the best or newest states"),
+        Component("early_stopping", f"{where}.early_stopping:EarlyStopping", summary="Ends training by a metric"),
+        Component("lr_monitor", f"{where}.lr_monitor:LearningRateMonitor", summary="Logs learning rates"),
+        Component("progress_bar", f"{where}.progress:ProgressBar", summary="A bar on the terminal"),
+        Component("model_summary", f"{where}.summary:ModelSummary", summary="A table of the model's parameters"),
+        Component("timer", f"{where}.timer:Timer", summary="Measures stages, and ends training by time"),
+        Component("device_stats", f"{where}.device_stats:DeviceStats", summary="Logs what devices report"),
+        Component(
+            "gradient_accumulation_scheduler",
+            f"{where}.accumulation_scheduler:GradientAccumulationScheduler",
+            summary="Sets the batches of an optimizer step by epoch",
+        ),
+        Component(
+            "on_exception_checkpoint",
+            f"{where}.exception_checkpoint:OnExceptionCheckpoint",
+            summary="Saves when a run ends by an error",
+        ),
+        Component("backbone_finetuning", f"{where}.finetuning:BackboneFinetuning", summary="Trains the backbone later"),
+        Component("ema", f"{where}.weight_averaging:EMAWeightAveraging", summary="Exponential average of the weights"),
+        Component("weight_averaging", f"{where}.weight_averaging:WeightAveraging", summary="Average of the weights"),
+        Component(
+            "swa",
+            f"{where}.stochastic_weight_averaging:StochasticWeightAveraging",
+            summary="Average of the weights of the last epochs, at a learning rate of its own",
+        ),
+    ]
+
+
+@hookimpl
 def torchhal_commands() -> list[Component]:
     return [
         Component("plugins", "torchhal.cli._plugins:configure", "list installed plugins and what they provide"),
@@ -109,4 +154,10 @@ def torchhal_commands() -> list[Component]:
             "torchhal.cli._checkpoint:configure",
             "look into a checkpoint, or make one portable file of it",
         ),
+        Component(
+            "export",
+            "torchhal.cli._export:configure",
+            "write a trained model as safetensors, by torch.export or as ONNX, with a model card",
+        ),
+        Component("report", "torchhal.cli._report:configure", "show what a run has left, or compare several"),
     ]

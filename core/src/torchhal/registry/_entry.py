@@ -22,6 +22,10 @@ BASES: Final[Mapping[str, str]] = {
     "checkpoint_io": "torchhal.checkpoint:CheckpointIO",
     "cluster_environment": "torchhal.cluster:ClusterEnvironment",
     "strategy": "torchhal.strategies:Strategy",
+    "logger": "torchhal.trainer.loggers:Logger",
+    "callback": "torchhal.trainer.callbacks:Callback",
+    "default_logger": "torchhal.trainer.loggers:Logger",
+    "default_callback": "torchhal.trainer.callbacks:Callback",
     "model_adapter": "torchhal.trainer.adapters:ModelAdapter",
 }
 """Kind -> the contract its classes subclass, as a string: looking a name up must not import torch."""

@@ -233,7 +233,7 @@ _ARGUMENTS: Final[Mapping[str, str]] = {
     "call model.compile() before fit": "compile compile_model torch_compile jit_compile",
     "call torch.utils.checkpoint in the model's forward": "gradient_checkpointing activation_checkpointing",
     "log it in the model's on_before_optimizer_step": "track_grad_norm",
-    "wrap the call in torch.profiler.profile()": "profiler profile",
+    "write Trainer(profiler=...)": "profile",
     "write Trainer(callbacks=[EMAWeightAveraging(...)])": "ema ema_decay",
     "write Trainer(callbacks=[StochasticWeightAveraging(swa_lrs=...)])": "stochastic_weight_avg swa",
     "leave it out: prepare_data runs once on every node": "prepare_data_per_node",

@@ -83,7 +83,13 @@ class ScanResult:
 
 def is_strict(environ: Mapping[str, str]) -> bool:
     """Return whether a plugin that can't be used is an error."""
-    return environ.get(STRICT, "").strip().lower() not in ("", "0", "false", "no", "off")
+    value = environ.get(STRICT, "")
+    return bool(value.strip()) and not is_off(value)
+
+
+def is_off(value: str) -> bool:
+    """Return whether a variable of the environment says no; an empty one says nothing."""
+    return value.strip().lower() in ("0", "false", "no", "off")
 
 
 def read_plugins(

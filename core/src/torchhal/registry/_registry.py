@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
 from torchhal.errors import AmbiguousAliasError, ComponentError, ConfigurationError, PluginError, UnknownAliasError
 from torchhal.plugin import HOOKS, KINDS, Component
-from torchhal.registry._announced import AutoAccelerators, adapting, announced, asked_environments, automatic
+from torchhal.registry._announced import (
+    AutoAccelerators,
+    adapting,
+    announced,
+    asked_environments,
+    automatic,
+    bringing_defaults,
+)
 from torchhal.registry._declarations import same_alias
 from torchhal.registry._discovery import (
     CORE,
@@ -38,6 +45,7 @@ from torchhal.registry._plugin_loader import (
     Imports,
     PluginRecord,
     ScanResult,
+    is_off,
     is_strict,
     plugin_status,
     read_plugins,
@@ -47,7 +55,8 @@ from torchhal.suggestions import nearest, one_of
 if TYPE_CHECKING:
     from importlib_metadata import Distribution
 
-HINTED: Final = ("accelerator", "strategy", "command")  # kinds of the aliases in _hints
+HINTED: Final = ("accelerator", "strategy", "logger", "command")  # kinds of the aliases in _hints
+DEFAULTS: Final = "TORCHHAL_DEFAULTS"
 
 _T = TypeVar("_T", bound=type)
 
@@ -74,6 +83,7 @@ class Registry:
         self._scan: ScanResult | None = None
         self._imports: Imports = {}
         self._index: list[IndexedDistribution] | None = None
+        self._of_defaults: list[DiscoveredPlugin] | None = None
         self._metadata: frozenset[tuple[str, int]] = frozenset()  # as it was when the scan began
         self._lock = threading.Lock()
         self._scanner: int | None = None  # the thread that is importing manifests
@@ -188,6 +198,25 @@ class Registry:
         if all(record.status == "disabled" for record in scan.records):
             return None
         raise PluginError(f"classes of {named} need a model adapter, and {'; '.join(map(str, scan.records))}")
+
+    def defaults(self) -> tuple[list[RegistryEntry], list[str]]:
+        """Return the loggers and callbacks that every Trainer has, and notes on plugins that may bring one and can't.
+
+        They come from plugins whose manifest names one of the two hooks in its source; no other manifest is imported.
+        None with ``TORCHHAL_DEFAULTS=0``.
+
+        Raises:
+            PluginError: as :meth:`plugins`, for the plugins that are read.
+        """
+        self._not_from_a_manifest("defaults()")
+        if is_off(self._environ.get(DEFAULTS, "")):
+            return [], []
+        if self._of_defaults is None:
+            self._of_defaults = bringing_defaults(self._indexed())
+        scan = self._read(self._of_defaults) if self._of_defaults else None
+        entries = [entry for kind in ("default_logger", "default_callback") for entry in self._sorted(kind, scan)]
+        records = scan.records if scan else ()
+        return entries, [str(record) for record in records if record.status in ("broken", "incompatible")]
 
     def find_known(self, kind: str, alias: str) -> RegistryEntry | None:
         """Return what :meth:`find` does for a built-in component or a registered class; None where it needs plugins."""
@@ -363,7 +392,7 @@ class Registry:
         self._not_from_a_manifest("refresh()")
         with self._lock:
             importlib.invalidate_caches()
-            self._scan = self._index = None
+            self._scan = self._index = self._of_defaults = None
             self._imports = {}
 
     # -- the scan --------------------------------------------------------------------------------------------

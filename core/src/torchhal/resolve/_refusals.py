@@ -6,9 +6,9 @@ import inspect
 import warnings
 from typing import Any
 
-from torchhal.composition import Composition
+from torchhal.composition import PARTS, Composition
 from torchhal.errors import ConfigurationError, TorchhalError, message_of
-from torchhal.plugin import KINDS, Availability
+from torchhal.plugin import Availability
 from torchhal.strategies import Strategy
 
 
@@ -31,7 +31,7 @@ def check_fits(composition: Composition) -> None:
     Raises:
         ConfigurationError: a component doesn't fit, or can't say whether it does.
     """
-    for kind in KINDS:
+    for kind in PARTS:
         component = getattr(composition, kind)
         if component is not None:
             check_fit(kind, component, composition)

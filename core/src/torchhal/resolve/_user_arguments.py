@@ -19,9 +19,11 @@ from torchhal.errors import (
     AcceleratorUnavailableError,
     ConfigurationError,
     PluginError,
+    TorchhalError,
     UnknownAliasError,
     message_of,
 )
+from torchhal.plugin import KINDS
 from torchhal.precision import Precision
 from torchhal.registry._hints import meant_by
 from torchhal.resolve._alias_options import options_of, read_alias, renamed
@@ -89,13 +91,20 @@ def _own_alias(value: Any) -> str:
     return str(getattr(value, "alias", "") or getattr(value, "name", "") or type(value).__name__)
 
 
-def from_alias(kind: str, alias: str, reason: str) -> ResolvedComponent:
-    """Return the component that is registered as ``alias``."""
-    return from_entry(registry.find(kind, str(alias)), alias, reason)
+def from_alias(kind: str, alias: str, reason: str, **offered: Any) -> ResolvedComponent:
+    """Return the component that is registered as ``alias``; ``offered`` as for :func:`from_entry`."""
+    return from_entry(registry.find(kind, str(alias)), alias, reason, **offered)
 
 
-def from_entry(entry: registry.RegistryEntry, alias: str, reason: str) -> ResolvedComponent:
-    """Return the component of ``entry``, which messages call ``alias``; raise an error if it can't be used here."""
+def from_entry(entry: registry.RegistryEntry, alias: str, reason: str, **offered: Any) -> ResolvedComponent:
+    """Return the component of ``entry``, which messages call ``alias``; raise an error if it can't be used here.
+
+    Args:
+        entry: of the registry.
+        alias: as the user wrote it, with its options.
+        reason: for the Plan.
+        **offered: arguments for the constructor where it has a parameter of that name and nothing else gives it.
+    """
     kind = entry.kind
     availability = entry.availability()
     if availability and kind != "accelerator":  # whose hardware is asked for later, with the devices
@@ -105,18 +114,22 @@ def from_entry(entry: registry.RegistryEntry, alias: str, reason: str) -> Resolv
         if kind == "accelerator":
             raise AcceleratorUnavailableError(message, alias=alias, reason=availability.reason)
         raise ConfigurationError(message)
-    value = _create(entry, alias)
+    value = _create(entry, alias, offered)
     if isinstance(value, Strategy) and not value.alias:
         value.alias = entry.component.alias
     return ResolvedComponent(kind, entry.component.alias, value, reason)
 
 
-def _create(entry: registry.RegistryEntry, alias: str) -> Any:
+def _create(entry: registry.RegistryEntry, alias: str, offered: Mapping[str, Any]) -> Any:
     options = options_of(alias)
+    if offered:
+        takes = inspect.signature(entry.load()).parameters
+        given = {*options, *entry.component.defaults}
+        offered = {name: value for name, value in offered.items() if name in takes and name not in given}
     try:
-        return entry.create(**options)
-    except TypeError as error:
-        if not options:
+        return entry.create(**offered, **options)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, TorchhalError) or (entry.kind not in ("logger", "callback") and not options):
             raise
         raise ConfigurationError(f"{entry.kind.replace('_', ' ')} {alias!r}: {message_of(error)}") from error
 
@@ -153,7 +166,8 @@ def _plugin_kind(plugin: Any) -> str:
     if len(mine) > 1:
         raise ConfigurationError(f"{rule} (got {plugin!r}, the name of a {' and a '.join(mine)}: give an object)")
     if kinds:
-        raise ConfigurationError(f"{rule} (got the {kinds[0]} {plugin!r}): give it as {kinds[0]}=")
+        argument = "callbacks" if kinds[0] == "callback" else kinds[0]
+        raise ConfigurationError(f"{rule} (got the {kinds[0]} {plugin!r}): give it as {argument}=")
     if isinstance(plugin, str):
         known = sorted(alias for kind in PLUGIN_KINDS for alias in registry.aliases(kind))
         lines = [f"{rule} (got {plugin!r}; known: {', '.join(map(repr, known))})", *registry.why_unknown(plugin)]
@@ -163,9 +177,9 @@ def _plugin_kind(plugin: Any) -> str:
 
 def _kinds_of_name(name: str) -> list[str]:
     # A name of core's or of a registered class is looked for in no plugin: that would import every manifest.
-    if kinds := [kind for kind in BASES if registry.find_known(kind, name) is not None]:
+    if kinds := [kind for kind in KINDS if registry.find_known(kind, name) is not None]:
         return kinds
-    for kind in BASES:
+    for kind in KINDS:
         try:
             registry.find(kind, name)
         except UnknownAliasError:

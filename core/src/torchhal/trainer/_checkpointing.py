@@ -8,13 +8,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from torchhal import rng
 from torchhal._hyperparameters import NotPlainError, to_plain
 from torchhal._overrides import implements
 from torchhal._rank_state import STATES_KEY
 from torchhal.checkpoint import CheckpointIO
 from torchhal.checkpoint._inspection import is_tensor
-from torchhal.checkpoint._trainer_format import FORMAT, check_dtypes, check_format
+from torchhal.checkpoint._trainer_format import FORMAT, RUN_KEY, check_dtypes, check_format, target_of
 from torchhal.checkpoint.base import overrides_recognizes
 from torchhal.errors import (
     CheckpointError,
@@ -60,6 +62,7 @@ def dump_checkpoint(run: Run, *, weights_only: bool = False, alone: bool = False
         "epoch": run.current_epoch,
         "global_step": run.global_step,
         "state_dict": strategy.module.state_dict() if alone and strategy.module else strategy.module_state_dict(),
+        RUN_KEY: _describe(run),
     }
     for owner in (module, run.datamodule):
         if isinstance(getattr(owner, "hparams", None), Mapping) and owner.hparams:
@@ -102,6 +105,19 @@ def dump_checkpoint(run: Run, *, weights_only: bool = False, alone: bool = False
     if not weights_only and (sharded or alone or run.is_global_zero):
         checkpoint[checkpoint_digests.KEY] = checkpoint_digests.digests(checkpoint, sharded=sharded)
     return checkpoint
+
+
+def _describe(run: Run) -> dict[str, Any]:
+    """Return what the run consists of, in names: no load depends on it, and whoever gets the file reads it."""
+    strategy = run.strategy
+    return {
+        "torch": str(torch.__version__),
+        "accelerator": strategy.accelerator.name,
+        "strategy": strategy.display_name,
+        "precision": strategy.precision.alias,
+        "world_size": strategy.world_size,
+        "model": target_of(type(run.module)),
+    }
 
 
 def _gather_ranks(run: Run, entry: dict[str, Any], checkpoint: dict[str, Any]) -> None:

@@ -65,7 +65,10 @@ def parse_optimizers(value: Any, model: str, module: Any) -> tuple[list[Optimize
             meant = ": write [optimizer], [scheduler]" if any(map(_is_optimizer, optimizers)) else ""
             raise ModelError(f"{model}.configure_optimizers must return {FORMS} (got {given}){meant}")
     _check_parameters(optimizers, module, model)
-    return optimizers, [_scheduler_config(item, model, schedulers) for item in schedulers]
+    configs = [_scheduler_config(item, model, schedulers) for item in schedulers]
+    for config in configs:
+        _check_optimizer_of(config.scheduler, optimizers, model)
+    return optimizers, configs
 
 
 def _is_optimizer(value: Any) -> bool:
@@ -114,6 +117,19 @@ def _scheduler_config(item: Any, model: str, schedulers: Sequence[Any]) -> Sched
     if isinstance(config.frequency, bool) or not isinstance(config.frequency, int) or config.frequency < 1:
         raise ModelError(f"'frequency' of an lr_scheduler must be an int of at least 1 (got {config.frequency!r})")
     return config
+
+
+def _check_optimizer_of(scheduler: Any, optimizers: Sequence[Any], model: str) -> None:
+    """Raise ModelError for a scheduler of an optimizer that is not returned: it would set nobody's learning rate."""
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
+    if groups is None:  # of another library
+        return
+    own = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
+    if groups and not any(id(group) in own for group in groups):
+        raise ModelError(
+            f"the {type(scheduler).__name__} of {model} sets the learning rates of an optimizer that "
+            "configure_optimizers didn't return: make it of the one that is returned"
+        )
 
 
 def _check_parameters(optimizers: Sequence[Any], module: Any, model: str) -> None:

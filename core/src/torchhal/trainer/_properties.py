@@ -24,6 +24,7 @@ from torchhal.trainer.data._loaders import find_loaders
 from torchhal.trainer.logging._logged_metrics import Results
 from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
 from torchhal.trainer.loops._fit_loop import FitLoop
+from torchhal.trainer.profilers import Profiler
 from torchhal.trainer.run import Run
 
 
@@ -88,7 +89,7 @@ class TrainerProperties:
     limit_test_batches = Forwarded[int | float]("_run")
     limit_predict_batches = Forwarded[int | float]("_run")
     overfit_batches = Forwarded[int | float]("_run")
-    val_check_interval = Forwarded[int | float]("_run")
+    val_check_interval = Forwarded[int | float | timedelta]("_run")
     check_val_every_n_epoch = Forwarded[int | None]("_run")
     num_sanity_val_steps = Forwarded[int]("_run")
     accumulate_grad_batches = Forwarded[int]("_run")
@@ -103,6 +104,7 @@ class TrainerProperties:
     deterministic = Forwarded[bool | str]("_run")
     benchmark = Forwarded[bool | None]("_run")
     default_root_dir = Forwarded[str]("_run")
+    profiler = Forwarded[Profiler | None]("_run")
 
     # -- the run ---------------------------------------------------------------------------------------------
 
@@ -127,18 +129,22 @@ class TrainerProperties:
 
     @property
     def is_global_zero(self) -> bool:
+        """Whether this is rank 0 of the job."""
         return self._run.is_global_zero
 
     @property
     def global_rank(self) -> int:
+        """The number of this process in the job, from 0."""
         return int(self.strategy.global_rank)
 
     @property
     def local_rank(self) -> int:
+        """The number of this process on its node, from 0."""
         return int(self.strategy.local_rank)
 
     @property
     def node_rank(self) -> int:
+        """The number of this node, from 0."""
         return int(self.strategy.node_rank)
 
     @property
@@ -148,14 +154,17 @@ class TrainerProperties:
 
     @property
     def num_devices(self) -> int:
+        """Devices of this node that the job uses."""
         return len(self.strategy.devices)
 
     @property
     def device_ids(self) -> list[int]:
+        """The indices of this node's devices that the job uses."""
         return list(self.plan.device_indices)
 
     @property
     def accelerator(self) -> Any:
+        """The accelerator in use; the constructor chose it."""
         return self.strategy.accelerator
 
     @accelerator.setter
@@ -164,10 +173,12 @@ class TrainerProperties:
 
     @property
     def precision_plugin(self) -> Any:
+        """The precision in use, an object."""
         return self.strategy.precision
 
     @property
     def precision(self) -> str:
+        """The alias of the precision in use."""
         return str(self.strategy.precision.alias)
 
     @precision.setter
@@ -188,30 +199,37 @@ class TrainerProperties:
 
     @property
     def sanity_checking(self) -> bool:
+        """Whether the validation before training runs."""
         return bool(self.state.stage == "sanity_check")
 
     @property
     def training(self) -> bool:
+        """Whether training runs."""
         return bool(self.state.stage == "train")
 
     @property
     def validating(self) -> bool:
+        """Whether a validation runs, within a fit or alone."""
         return bool(self.state.stage == "validate")
 
     @property
     def testing(self) -> bool:
+        """Whether a test runs."""
         return bool(self.state.stage == "test")
 
     @property
     def predicting(self) -> bool:
+        """Whether a prediction runs."""
         return bool(self.state.stage == "predict")
 
     @property
     def evaluating(self) -> bool:
+        """Whether a validation, a test or the check before training runs."""
         return self.state.stage in ("validate", "test", "sanity_check")
 
     @property
     def is_last_batch(self) -> bool:
+        """Whether the running batch is the epoch's last; False where the loader has no length."""
         data = self._run.progress.data
         return data is not None and data.length is not None and self._run.progress.batch_idx + 1 >= data.length
 
@@ -229,6 +247,7 @@ class TrainerProperties:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers of the running fit."""
         return self.strategy.optimizers
 
     @optimizers.setter
@@ -246,6 +265,7 @@ class TrainerProperties:
 
     @property
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:
+        """The schedulers of the running fit, each with when it steps."""
         return self.strategy.lr_scheduler_configs
 
     # -- data ------------------------------------------------------------------------------------------------
@@ -258,14 +278,17 @@ class TrainerProperties:
 
     @property
     def val_dataloaders(self) -> Any:
+        """The validation loader or loaders of this call."""
         return self._given("validate")
 
     @property
     def test_dataloaders(self) -> Any:
+        """The test loader or loaders of this call."""
         return self._given("test")
 
     @property
     def predict_dataloaders(self) -> Any:
+        """The loader or loaders to predict."""
         return self._given("predict")
 
     def _given(self, stage: str) -> Any:
@@ -283,6 +306,7 @@ class TrainerProperties:
 
     @property
     def num_val_batches(self) -> list[int | float]:
+        """Batches of each validation loader; inf for one without a length."""
         data = self._run.sources.evaluation_data if self.state.fn == "validate" else self._run.sources.validation_data
         return [math.inf if length is None else length for length in data.lengths]
 
@@ -293,15 +317,18 @@ class TrainerProperties:
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
+        """Batches of each loader in the validation before training."""
         steps = self.num_sanity_val_steps
         return [length if steps == -1 else min(steps, length) for length in self.num_val_batches]
 
     @property
     def num_test_batches(self) -> list[int | float]:
+        """Batches of each test loader; inf for one without a length."""
         return self._num_evaluation_batches()
 
     @property
     def num_predict_batches(self) -> list[int | float]:
+        """Batches of each loader to predict; inf for one without a length."""
         return self._num_evaluation_batches()
 
     def _num_evaluation_batches(self) -> list[int | float]:
@@ -342,14 +369,17 @@ class TrainerProperties:
 
     @property
     def logged_metrics(self) -> dict[str, torch.Tensor]:
+        """The values that went to the loggers last, by name."""
         return self.results.logged_metrics
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
+        """The values that the progress bar shows, by name."""
         return self.results.progress_bar_metrics
 
     @property
     def logger(self) -> Any:
+        """The first logger; None without one."""
         return self.loggers[0] if self.loggers else None
 
     @logger.setter
@@ -363,6 +393,7 @@ class TrainerProperties:
 
     @property
     def checkpoint_callback(self) -> Any:
+        """The first callback that saves checkpoints; None without one."""
         return next(iter(self.checkpoint_callbacks), None)
 
     @property
@@ -372,10 +403,12 @@ class TrainerProperties:
 
     @property
     def early_stopping_callback(self) -> Any:
+        """The first callback that ends the fit by a metric; None without one."""
         return next(iter(self.early_stopping_callbacks), None)
 
     @property
     def progress_bar_callback(self) -> Any:
+        """The callback that shows progress; None without one."""
         return next(iter(self._of_kind(ProgressBar, "progress_bar")), None)
 
     def _of_kind(self, own: type, kind: str) -> list[Any]:

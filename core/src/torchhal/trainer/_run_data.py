@@ -41,12 +41,35 @@ def load_training_data(run: Run, *, again: bool = False) -> TrainingData:
     return progress.data
 
 
-def reload_data(run: Run) -> TrainingData:
-    """Get the loaders of a fit, those of training and of validation, from their owners once more."""
-    data = load_training_data(run, again=True)
+def reload_data(run: Run) -> None:
+    """Get the loaders of the call that runs, of a fit those of training and validation, from their owners once more."""
+    if run.state.fn != "fit":
+        run.sources.evaluation_data.replace_by(
+            load_evaluation_data(run, with_indices=run.sources.evaluation_data.with_indices)
+        )
+        return
+    load_training_data(run, again=True)
     run.sources.validation_data.close()
     run.sources.validation_data = load_validation_data(run)
-    return data
+
+
+def load_evaluation_data(run: Run, *, with_indices: bool = False) -> EvaluationData:
+    """Return what validate, test or predict, whichever runs, goes through.
+
+    Args:
+        run: a run whose ``setup`` hooks are over.
+        with_indices: record which samples each batch holds.
+
+    Raises:
+        ModelError: there is no loader, or it is not a loader.
+    """
+    fn = run.state.fn
+    assert fn is not None
+    given = find_loaders(run, fn, getattr(run.sources, fn))
+    if not as_loaders(given):
+        raise ModelError(f"{fn} needs data: its loader is {given!r}")
+    name = "limit_val_batches" if fn == "validate" else f"limit_{fn}_batches"
+    return EvaluationData.build(given, run, getattr(run, name), name, "dataloaders", with_indices=with_indices)
 
 
 def load_validation_data(run: Run) -> EvaluationData:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -14,7 +15,7 @@ from torchhal._overrides import implements
 from torchhal.distributed import rendezvous
 from torchhal.distributed.failures import exit_for_signal
 from torchhal.distributed.signals import DEFAULT_SIGNALS, StopRequested, StopSignals, at_once
-from torchhal.errors import ModelError, RankFailedError
+from torchhal.errors import RankFailedError
 from torchhal.trainer import _checkpointing as checkpointing
 from torchhal.trainer import _rank_consistency as rank_consistency
 from torchhal.trainer import _resume as resume
@@ -22,7 +23,9 @@ from torchhal.trainer import _status_lines as status_lines
 from torchhal.trainer._callback_states import begin_anew, restore_optimizers
 from torchhal.trainer._connectors import make_callbacks
 from torchhal.trainer._hook_names import check_hook_names
-from torchhal.trainer._run_data import load_training_data, load_validation_data
+from torchhal.trainer._profiling import profiled
+from torchhal.trainer._run_data import load_evaluation_data, load_training_data, load_validation_data
+from torchhal.trainer._run_record import RunRecord, gather_peak_memory
 from torchhal.trainer._state import TrainerState
 from torchhal.trainer._stop_handling import (
     job_of,
@@ -34,8 +37,7 @@ from torchhal.trainer._stop_handling import (
 )
 from torchhal.trainer._torch_flags import save_torch_flags, set_torch_flags
 from torchhal.trainer.callbacks import ModelCheckpoint
-from torchhal.trainer.data._evaluation_data import EvaluationData
-from torchhal.trainer.data._loaders import as_loaders, find_loaders, is_one_shot
+from torchhal.trainer.data._loaders import is_one_shot
 from torchhal.trainer.loggers.base import FolderLogger
 from torchhal.trainer.loops._control_flow import StopOnSignal
 from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
@@ -74,6 +76,7 @@ def execute(
         notice=(lambda: stopping_notice(run)) if run.is_global_zero else None,
     )
     failed = hooks_left = True
+    record: RunRecord | None = None
     on_refusal = ExitStack()
     try:
         with signals:  # from here on they request an orderly stop
@@ -91,8 +94,11 @@ def execute(
                     run.strategy.setup_environment()
                     set_hang_folder(run, run.default_root_dir)
                     begin_call(run, loop, fn)
+                    record = RunRecord(run, fn)
+                    record.begin()
                     status_lines.announce_start(run, fn)
                     set_up(run, loop, fn, ckpt_path, on_refusal)
+                    record.ready()
                     on_refusal.pop_all()
                 if signals.received is not None:
                     ask(signals.received)  # a scheduler's warning, perhaps before the rendezvous
@@ -117,7 +123,9 @@ def execute(
             run.state.status = "finished"
             run.finalize_loggers("success")
             if fn == "fit":
-                status_lines.announce_end(run, loop.stop.reason())
+                run.end_reason = loop.stop.reason()
+                status_lines.announce_end(run, run.end_reason)
+            record.end()
             if to_message is not None:
                 result = to_message(result)
             else:
@@ -126,6 +134,8 @@ def execute(
     except BaseException as error:
         run.state.status = "interrupted"
         raised: BaseException | None = report_failure(run, error)
+        if record is not None:
+            record.end(raised)
         if hooks_left:
             tear_down_hooks(run, fn, failed=True)
         on_refusal.close()
@@ -201,6 +211,7 @@ def begin_call(run: Run, loop: FitLoop, fn: str) -> None:
     if fn == "fit":
         run.progress.begin()
         run.trained_by = None
+        run.peak_memory = []
         run.frozen_parameters.forget()
     if run.strategy.module is not module:  # an earlier model's optimizers are not this one's
         run.strategy.optimizers, run.strategy.lr_scheduler_configs = [], []
@@ -287,13 +298,13 @@ def add_model_callbacks(run: Run) -> None:
         )
     replaced = {type(callback) for callback in own}
     kept = [callback for callback in run.callbacks if type(callback) not in replaced]
-    run.callbacks = make_callbacks([*kept, *own], run.adapters)
+    run.callbacks = make_callbacks([*kept, *own], run.adapters, notes=[])
     run.sources.callbacks_asked_of = run.module
 
 
 def log_hyperparams(run: Run) -> None:
     for owner in (run.module, run.datamodule):
-        hparams = getattr(owner, "hparams", None)
+        hparams = getattr(owner, "hparams_initial", None) or getattr(owner, "hparams", None)
         if hparams and getattr(owner, "_log_hyperparams", True) and run.is_global_zero:
             for logger in run.loggers:
                 logger.log_hyperparams(dict(hparams))
@@ -302,7 +313,7 @@ def log_hyperparams(run: Run) -> None:
 def load_fit_data(run: Run, loop: FitLoop) -> None:
     data = load_training_data(run)  # estimated_stepping_batches may have needed it already
     run.sources.validation_data = load_validation_data(run)
-    loop.validation_interval(data.length)  # raises now, not in the first epoch that validates
+    loop.validations.interval(data.length)  # raises now, not in the first epoch that validates
 
 
 def fit(run: Run, loop: FitLoop) -> None:
@@ -311,8 +322,10 @@ def fit(run: Run, loop: FitLoop) -> None:
     sanity_check(run, loop.evaluation)
     run.state.stage = "train"
     run.adapters.set_training_mode(run.module)
-    loop.fit()
+    with profiled(run, loop):
+        loop.fit()
     run.strategy.check_replicas()
+    gather_peak_memory(run)
     run.hooks.call("on_fit_end")
 
 
@@ -327,7 +340,7 @@ def sanity_check(run: Run, loop: EvaluationLoop) -> None:
     if all(map(is_one_shot, data.loaders)):
         return
     strategy = run.strategy
-    before = rng.collect(strategy.accelerator, strategy.root_device)
+    before, began = rng.collect(strategy.accelerator, strategy.root_device), time.perf_counter()
     run.state.stage = "sanity_check"
     run.hooks.call("on_sanity_check_start")
     cut = loop.stops_here() or loop.evaluate("sanity_check", data)[1]
@@ -336,18 +349,14 @@ def sanity_check(run: Run, loop: EvaluationLoop) -> None:
         cut = loop.stops_here()
     if cut:
         raise StopOnSignal(strategy.watch.stop_signal or signal.SIGTERM)
+    run.seconds["sanity check"] = time.perf_counter() - began
     run.state.stage = run.results.stage = "train"
     rng.restore(before, strategy.accelerator, strategy.root_device)
 
 
 def evaluate(run: Run, loop: EvaluationLoop, fn: str) -> Any:
     with at_once():
-        given = find_loaders(run, fn, getattr(run.sources, fn))
-        if not as_loaders(given):
-            raise ModelError(f"{fn} needs data: its loader is {given!r}")
-        name = "limit_val_batches" if fn == "validate" else f"limit_{fn}_batches"
-        with_indices = fn == "predict" and loop.records_batch_indices
-        data = EvaluationData.build(given, run, getattr(run, name), name, "dataloaders", with_indices=with_indices)
+        data = load_evaluation_data(run, with_indices=fn == "predict" and loop.records_batch_indices)
         run.sources.evaluation_data = data
     outputs, cut = loop.evaluate(fn, data)
     if cut:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 from torchhal import _arguments as arguments
 from torchhal.errors import ConfigurationError
 from torchhal.precision.base import needs_closure
+from torchhal.trainer.profilers import Profiler
+from torchhal.trainer.profilers._choice import check_profiler
 
 if TYPE_CHECKING:
     from torchhal.strategies import Strategy
@@ -187,7 +189,7 @@ class RunSettings:
     limit_test_batches = Setting[int | float](arguments.check_limit, running=_refuse_in("test"))
     limit_predict_batches = Setting[int | float](arguments.check_limit, running=_refuse_in("predict"))
     overfit_batches = Setting[int | float](partial(arguments.check_limit, optional=False), running=_refuse_in("fit"))
-    val_check_interval = Setting[int | float](arguments.check_interval, fits=_interval_fits)
+    val_check_interval = Setting[int | float | timedelta](arguments.check_interval, fits=_interval_fits)
     check_val_every_n_epoch = Setting[int | None](
         partial(arguments.check_optional_count, minimum=1), fits=_interval_fits
     )
@@ -206,3 +208,4 @@ class RunSettings:
     deterministic = Setting[bool | str](lambda name, value: arguments.check_deterministic(value), running=_refuse_in())
     benchmark = Setting[bool | None](arguments.check_optional_bool, running=_refuse_in())
     default_root_dir = Setting[str](arguments.check_folder, fits=_refuse_always)
+    profiler = Setting[Profiler | None](check_profiler, running=_refuse_in())

@@ -57,6 +57,11 @@ class Run(RunSettings, RunOutput):
         trained_elsewhere: whether the last fit ran in workers that have ended, together with their optimizers.
         trained_by: the optimizers and schedulers as checkpoints name them; None before they exist.
         frozen_parameters: the parameters that are frozen, for checkpoints.
+        keeps_record: whether rank 0 records the present call in its folder; the same on every rank.
+        seconds: of the phases of the present fit but training, by name.
+        peak_memory: of every rank, at the end of the fit; empty before.
+        end_reason: why the latest fit that was completed has ended.
+        profiling: what measures the present fit; None without a profiler.
 
     .. versionadded:: 0.2
     """
@@ -88,6 +93,11 @@ class Run(RunSettings, RunOutput):
         self.trained_by: dict[str, Any] | None = None
         self.frozen_parameters = FrozenParameters()
         self.said: set[str] = set()
+        self.keeps_record = False
+        self.seconds: dict[str, float] = {}
+        self.peak_memory: list[dict[str, Any]] = []
+        self.end_reason = ""
+        self.profiling: Any = None  # a FitProfiling, which imports this module
         self._trainer: Any = None
 
     def compose(self, plan: Plan) -> None:

@@ -9,12 +9,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchhal import _arguments as arguments
+from torchhal import registry
 from torchhal._overrides import implements
 from torchhal._text_table import format_table
+from torchhal.composition import Composable
 from torchhal.distributed.rendezvous import expect
 from torchhal.errors import ModelError
 from torchhal.registry._hints import ATTRIBUTES
-from torchhal.resolve import Request, resolve
+from torchhal.resolve import Request, check_fit, composition_of, resolve
 from torchhal.trainer import _checkpointing as checkpointing
 from torchhal.trainer import _trained_by as trained_by
 from torchhal.trainer._configure_optimizers import SchedulerConfig, configure_optimizers
@@ -53,32 +55,45 @@ class Trainer(TrainerProperties):
         num_nodes: machines that take part; "auto": as many as the launcher has started processes on.
         precision: alias ("32-true", "bf16-mixed", ...) or object.
         plugins: precision, checkpoint IO and cluster environment, as objects or aliases.
-        logger: True (or None) for CSV files, False, a logger or several.
-        callbacks: one callback or several.
+        logger: True (or None) for CSV files, False, or a logger, an alias ("tensorboard"), an alias with options
+            ({"csv": {"name": "mine"}}), or several of these.
+        callbacks: a callback, an alias ("ema"), an alias with options, or several of these.
         default_root_dir: where runs are kept; the working directory when None.
-        max_epochs, min_epochs, max_steps, min_steps, max_time: when training ends; -1 is no limit. With none of them
-            given, 1000 epochs.
-        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: a number of batches or a
-            share of them.
+        max_epochs: end training after so many epochs; -1 is no limit. 1000 where neither ``max_steps`` nor ``max_time``
+            is given.
+        min_epochs: train at least so many epochs, whatever asks to stop earlier.
+        max_steps: end training after so many optimizer steps; -1 is no limit.
+        min_steps: take at least so many optimizer steps, whatever asks to stop earlier.
+        max_time: end training after this time: "DD:HH:MM:SS", a timedelta, or a dict of its arguments.
+        limit_train_batches: train on so many batches of each epoch (an int) or on this share of them (a float).
+        limit_val_batches: the same for validation.
+        limit_test_batches: the same for tests.
+        limit_predict_batches: the same for predictions.
         overfit_batches: train on so many batches, unshuffled, and validate on the same ones.
         fast_dev_run: run so many batches (True: one) of everything, and keep nothing.
-        val_check_interval: validate every so many batches, or after a share of the epoch.
+        val_check_interval: validate every so many batches, after a share of the epoch, or as soon as so much time has
+            passed since the last one (as in ``max_time``; rank 0's clock decides for all).
         check_val_every_n_epoch: validate in every n-th epoch; None: ``val_check_interval`` counts across epochs.
         num_sanity_val_steps: validation batches before training, to find errors early; -1 for all.
         accumulate_grad_batches: batches per optimizer step.
-        gradient_clip_val, gradient_clip_algorithm: clip to this global norm ("norm") or value ("value"); not at all for
-            None and 0.
+        gradient_clip_val: clip gradients to this norm or value; not at all for None and 0.
+        gradient_clip_algorithm: "norm" (also for None): the norm of all gradients together; "value": each element.
         log_every_n_steps: how often step values go to the loggers.
-        enable_checkpointing, enable_progress_bar, enable_model_summary: the default callbacks. A ModelCheckpoint in
-            ``callbacks`` under ``enable_checkpointing=False`` is an error.
+        enable_checkpointing: add a ModelCheckpoint where ``callbacks`` has none. With False one in ``callbacks`` is an
+            error.
+        enable_progress_bar: add a progress bar where ``callbacks`` has none.
+        enable_model_summary: print the model's layers and the number of its parameters when a fit begins.
         use_distributed_sampler: share the loaders out over the ranks. Training repeats some samples so that every
             rank has as many; evaluation sees each once.
         sync_batchnorm: let batch norms compute over the batches of all ranks when they train, on any device.
         reload_dataloaders_every_n_epochs: get a new training loader so often; 0 is never.
-        inference_mode: evaluate under ``torch.inference_mode`` rather than ``no_grad``.
+        inference_mode: evaluate under ``torch.inference_mode`` rather than ``no_grad``; not inside of a fit, where
+            tensors of a validation may be trained with.
         deterministic: True: only deterministic algorithms; "warn": warn where there is none.
         benchmark: torch's search for the fastest kernels, where the device has one.
         detect_anomaly: stop at a loss that is not finite and trace the origin of bad gradients; slow.
+        profiler: "simple" for a table of where the time of fit goes, "torch" for a Chrome trace per rank as well, or
+            an object of :mod:`torchhal.trainer.profilers`. None costs nothing.
 
     Raises:
         ConfigurationError: an argument outside its domain, or parts that don't fit, before any process starts.
@@ -124,7 +139,7 @@ class Trainer(TrainerProperties):
         limit_predict_batches: int | float | None = None,
         overfit_batches: int | float = 0.0,
         fast_dev_run: int | bool = False,
-        val_check_interval: int | float | None = None,
+        val_check_interval: int | float | str | timedelta | dict[str, int] | None = None,
         check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int | None = None,
         accumulate_grad_batches: int = 1,
@@ -141,6 +156,7 @@ class Trainer(TrainerProperties):
         deterministic: bool | str | None = False,
         benchmark: bool | None = None,
         detect_anomaly: bool = False,
+        profiler: Any = None,
     ) -> None:
         self.fast_dev_run = fast_dev_run
         self._set_limits(max_epochs, min_epochs, max_steps, min_steps, max_time)
@@ -165,6 +181,7 @@ class Trainer(TrainerProperties):
         self.deterministic = deterministic
         self.benchmark = benchmark
         self.default_root_dir = default_root_dir
+        self.profiler = profiler
         enable_checkpointing = arguments.check_bool_or_default("enable_checkpointing", enable_checkpointing, True)
         enable_progress_bar = arguments.check_bool_or_default("enable_progress_bar", enable_progress_bar, True)
         enable_model_summary = arguments.check_bool_or_default("enable_model_summary", enable_model_summary, True)
@@ -181,17 +198,30 @@ class Trainer(TrainerProperties):
 
         self.evaluation_loop = EvaluationLoop(self._run)
         self.fit_loop = FitLoop(self._run, self.evaluation_loop)
-        self.loggers = make_loggers(logger, self.default_root_dir)
+        defaults, notes = registry.defaults()
+        self.loggers = make_loggers(
+            logger,
+            self.default_root_dir,
+            [entry for entry in defaults if entry.kind == "default_logger"],
+            notes=notes,
+        )
         self.callbacks = make_callbacks(
             callbacks,
             self._run.adapters,
+            defaults=[entry for entry in defaults if entry.kind == "default_callback"],
+            notes=notes,
             checkpointing=None if self.fast_dev_run else enable_checkpointing,
             progress_bar=enable_progress_bar,
             model_summary=enable_model_summary,
             fast_dev_run=bool(self.fast_dev_run),
         )
         _log.debug("plan:\n%s", plan.describe())
-        for note in plan.notes:
+        composition = composition_of(self.strategy, plan.world_size)
+        for kind, parts in (("logger", self.loggers), ("callback", self.callbacks)):
+            for part in parts:
+                if isinstance(part, Composable):
+                    check_fit(kind, part, composition)
+        for note in (*plan.notes, *notes):
             self.warn_once(note)
 
     if not TYPE_CHECKING:  # a type checker would accept every name

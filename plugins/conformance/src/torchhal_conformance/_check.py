@@ -27,6 +27,8 @@ PREFIXES: Final = {
     "CIO": ("checkpoint_io",),
     "ENV": ("cluster_environment",),
     "STR": ("strategy",),
+    "LOG": ("logger",),
+    "CBK": ("callback",),
     "SYS": KINDS,
 }
 """First letters of an id -> the kinds of components that it applies to."""

@@ -134,14 +134,22 @@ class _Inert:
         """Accept any arguments: an enumeration's member is made from its value."""
 
 
+def _inert_member(_cls: Any, _name: Any) -> _Inert:
+    """Replace ``getattr``, by which Python 3.11.0 to 3.11.3 pickle a member of an enumeration."""
+    return _Inert()
+
+
 _INERT: Final = [
-    (_Inert, f"deepspeed.{name}")
-    for name in (
-        "runtime.zero.config.ZeroStageEnum",
-        "runtime.fp16.loss_scaler.LossScaler",
-        "runtime.fp16.loss_scaler.DynamicLossScaler",
-        "utils.tensor_fragment.fragment_address",
-    )
+    *(
+        (_Inert, f"deepspeed.{name}")
+        for name in (
+            "runtime.zero.config.ZeroStageEnum",
+            "runtime.fp16.loss_scaler.LossScaler",
+            "runtime.fp16.loss_scaler.DynamicLossScaler",
+            "utils.tensor_fragment.fragment_address",
+        )
+    ),
+    (_inert_member, "builtins.getattr"),
 ]
 
 

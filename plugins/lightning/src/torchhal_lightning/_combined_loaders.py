@@ -31,7 +31,7 @@ class CombinedBatches(CompoundLoader):
     def __init__(self, structure: Any, mode: str) -> None:
         self.structure = structure
         self.mode = mode
-        self._loaders, self._spec = _pytree.tree_flatten(structure)
+        self._loaders, self._spec = _pytree.tree_flatten(structure, is_leaf=_holds_samples)
 
     @property
     def loaders(self) -> list[Any]:
@@ -46,6 +46,19 @@ class CombinedBatches(CompoundLoader):
     def __len__(self) -> int:
         """Return the batches of an epoch; raise TypeError where one of the loaders has no length."""
         return int(MODES[self.mode](map(len, self._loaders)))
+
+
+class Samples:
+    """A container of plain values as a loader, whose batches they are."""
+
+    def __init__(self, values: Any) -> None:
+        self._values = list(values)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
 
 
 class _Iterator(Iterator[Any]):
@@ -95,7 +108,11 @@ def combined(stage: str, loaders: Any) -> Any:
     if isinstance(loaders, trees.classes("utilities.CombinedLoader")):
         return _of_combined_loader(stage, loaders)
     if stage != "train":
-        return _pytree.tree_leaves(loaders) if isinstance(loaders, Mapping) else loaders
+        is_list = isinstance(loaders, list | tuple)
+        if isinstance(loaders, Mapping) or (is_list and any(map(_holds_samples, loaders))):
+            leaves = _pytree.tree_leaves(loaders, is_leaf=_holds_samples)
+            return [Samples(each) if _holds_samples(each) else each for each in leaves]
+        return loaders
     if isinstance(loaders, Mapping) or (isinstance(loaders, list | tuple) and loaders and all(map(_reads, loaders))):
         return CombinedBatches(loaders, "max_size_cycle")
     return loaders
@@ -123,8 +140,15 @@ def draw_as_iterators(loaders: Any) -> None:
 
 
 def _each(loaders: Any) -> Iterator[Any]:
-    found = loaders.loaders if isinstance(loaders, CompoundLoader) else _pytree.tree_leaves(loaders)
+    is_compound = isinstance(loaders, CompoundLoader)
+    found = loaders.loaders if is_compound else _pytree.tree_leaves(loaders, is_leaf=_holds_samples)
     return filter(is_loader, found)
+
+
+def _holds_samples(value: Any) -> bool:
+    """Whether ``value`` is a container of plain values, which Lightning reads as a loader of them."""
+    plain = (str, bytes, int, float, complex, bool, type(None))
+    return isinstance(value, list | tuple | set) and bool(value) and all(isinstance(each, plain) for each in value)
 
 
 def _reads(value: Any) -> bool:

@@ -143,5 +143,4 @@ class Finders:
         )  # fmt: skip
         set_field(module, run.datamodule, name, size)
         callback.optimal_batch_size = size
-        if method == "fit":
-            reload_data(run)
+        reload_data(run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchhal.trainer.adapters import Run
+from torchhal_lightning._errors import LoggedValueError
 from torchhal_lightning._loop_views import batches_that_stepped
 
 
@@ -48,10 +49,13 @@ class Log:
         if isinstance(reduce_fx, str):
             reduce_fx = reduce_fx.lower()
         run = self._run
-        run.results.log(
-            name, value, run.current_hook, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist or None,
-            add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
-        )  # fmt: skip
+        try:
+            run.results.log(
+                name, value, run.current_hook, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist or None,
+                add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
+            )  # fmt: skip
+        except TypeError as error:
+            raise LoggedValueError(*error.args) from None
 
 
 def _log_of(module: Any) -> Any:

@@ -9,12 +9,13 @@ from torch.utils.data import BatchSampler
 
 from torchhal.pytree import move_to_device
 from torchhal.trainer.adapters import Run
+from torchhal_lightning._loop_views import EvaluationLoopView
 
 _IN_ORDER = ("SequentialSampler", "EvaluationSampler")
 """Samplers that draw the same each time: torch's, and torchhal's for several ranks."""
 
 
-class PredictLoopView:
+class PredictLoopView(EvaluationLoopView):
     """``trainer.predict_loop``.
 
     The indices of a batch come from the loader's batch sampler, where that goes through the samples in order; of any
@@ -25,7 +26,9 @@ class PredictLoopView:
     """
 
     def __init__(self, run: Run) -> None:
-        self._run = run
+        super().__init__(run, "predict")
+        self.returned: list[Any] | None = None
+        """What the last call returned."""
         self._indices: dict[int, list[list[int]] | None] = {}
         self._outputs: dict[tuple[int, int], Any] = {}
         self._current: tuple[int, int] = (0, 0)
@@ -68,6 +71,8 @@ class PredictLoopView:
     @property
     def predictions(self) -> list[Any]:
         """Those of each batch; a list for each loader where there are several."""
+        if self.returned is not None:
+            return self.returned
         found: list[list[Any]] = [[] for _ in self._run.sources.evaluation_data.loaders]
         for loader, batch in sorted(self._outputs):
             found[loader].append(self._outputs[loader, batch])

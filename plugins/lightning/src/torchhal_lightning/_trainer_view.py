@@ -9,7 +9,7 @@ from torchhal.trainer.adapters import Run, implements
 from torchhal_lightning import _trees as trees
 from torchhal_lightning._combined_loaders import CombinedBatches
 from torchhal_lightning._logging import LoggerConnectorView, ResultsView
-from torchhal_lightning._loop_views import FitLoopView
+from torchhal_lightning._loop_views import EvaluationLoopView, FitLoopView
 from torchhal_lightning._predictions import PredictLoopView
 from torchhal_lightning._strategy_view import AcceleratorView, PrecisionView, StrategyView
 from torchhal_lightning._words import StateView, Word
@@ -93,6 +93,18 @@ class TrainerView:
         return AcceleratorView(self._run)
 
     @property
+    def validate_loop(self) -> EvaluationLoopView:
+        return EvaluationLoopView(self._run, "validate")
+
+    @property
+    def test_loop(self) -> EvaluationLoopView:
+        return EvaluationLoopView(self._run, "test")
+
+    @property
+    def _evaluation_loop(self) -> EvaluationLoopView:
+        return EvaluationLoopView(self._run, self._run.state.fn or "")
+
+    @property
     def enable_validation(self) -> bool:
         """Whether a fit validates."""
         run = self._run
@@ -120,6 +132,28 @@ class TrainerView:
     @property
     def lightning_module(self) -> Any:
         return self._run.module
+
+    @property
+    def val_dataloaders(self) -> Any:
+        return self._run.trainer.val_dataloaders
+
+    @property
+    def datamodule(self) -> Any:
+        return self._run.trainer.datamodule
+
+    @property
+    def num_sanity_val_batches(self) -> list[int | float]:
+        return self._run.trainer.num_sanity_val_batches if self._run.state.fn == "fit" else []
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        sources = self._run.sources
+        data = sources.evaluation_data if self._run.state.fn == "validate" else sources.validation_data
+        return _of_each(data.loaders, self._run.trainer.num_val_batches)
+
+    @property
+    def num_test_batches(self) -> list[int | float]:
+        return _of_each(self._run.sources.evaluation_data.loaders, self._run.trainer.num_test_batches)
 
     @property
     def train_dataloader(self) -> Any:
@@ -164,3 +198,11 @@ _STAGES = {
     "predicting": "predict",
     "sanity_checking": "sanity_check",
 }
+
+
+def _of_each(loaders: list[Any], numbers: list[int | float]) -> list[int | float]:
+    """Return the batches of each loader, also of those that are read as one."""
+    found: list[int | float] = []
+    for loader, number in zip(loaders, numbers, strict=True):
+        found += map(len, loader.loaders) if isinstance(loader, CombinedBatches) else [number]
+    return found

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import torchhal
+from torchhal.errors import ModelError
 from torchhal.trainer.adapters import ModelAdapter, Request, Run, declares_hooks, implements
 from torchhal.trainer.callbacks import PredictionWriter
 from torchhal_lightning import _trees as trees
@@ -27,7 +28,7 @@ from torchhal_lightning._translated_parts import translated
 
 _BASES = ("LightningModule", "LightningDataModule", "Callback")
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_WITH_BODY = ("predict_step",)
+_WITH_BODY = ("predict_step", "on_validation_model_zero_grad")
 """Methods of LightningModule that work where a subclass has none."""
 _KINDS = {
     "checkpoint": "callbacks.Checkpoint",
@@ -103,6 +104,7 @@ class LightningAdapter(ModelAdapter):
         module = self.run.module
         if trees.root_of(module) is None:
             return
+        self._check_hyperparameters()
         self._attributes = vars(module)
         for name in _STEPS:
             step = getattr(module, name, None)
@@ -117,6 +119,17 @@ class LightningAdapter(ModelAdapter):
             if trees.root_of(callback) is not None:
                 callback.log, callback.log_dict = module.log, module.log_dict
                 self._logging.append(callback)
+
+    def _check_hyperparameters(self) -> None:
+        """Raise ModelError where the loggers would get one name with two values, of the module and the data module."""
+        owners = [each for each in (self.run.module, self.run.datamodule) if getattr(each, "_log_hyperparams", False)]
+        first, second = ([dict(each.hparams_initial) for each in owners] + [{}, {}])[:2]
+        differ = [name for name in first.keys() & second.keys() if not _same(first[name], second[name])]
+        if differ and self.run.loggers:
+            raise ModelError(
+                f"the hyperparameters {', '.join(map(repr, sorted(differ)))} have other values in the model than in "
+                "the data module: rename them in one, or leave them out with save_hyperparameters(..., logger=False)"
+            )
 
     def _wrap(self, name: str, body: Callable[..., Any]) -> None:
         """Give the module another method of that name in this run."""
@@ -305,3 +318,10 @@ def _reads_the_loop(callback: Any) -> bool:
 
 
 def _nothing() -> None: ...
+
+
+def _same(one: Any, other: Any) -> bool:
+    try:
+        return one is other or bool(one == other)
+    except Exception:  # an array's, of several values
+        return False

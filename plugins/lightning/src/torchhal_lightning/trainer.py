@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Iterable
@@ -20,10 +21,11 @@ from torchhal_lightning._carried_facade import CarriedFacade
 from torchhal_lightning._default_callbacks import with_defaults
 from torchhal_lightning._environment import defaults_from_variables
 from torchhal_lightning._errors import raising_lightnings
+from torchhal_lightning._picklable import is_picklable
 from torchhal_lightning._profiling import LoopTimes, make_profiler
-from torchhal_lightning._trainer_view import TrainerView
+from torchhal_lightning._trainer_view import VIEWS, TrainerView
 from torchhal_lightning._translated_parts import as_list
-from torchhal_lightning.tuner import QUIET
+from torchhal_lightning.tuner import QUIET, TunedData
 
 _PRECISIONS = {
     "16": "16-mixed",
@@ -80,7 +82,7 @@ class Trainer(TrainerView):
         limit_test_batches: int | float | None = None,
         limit_predict_batches: int | float | None = None,
         overfit_batches: int | float = 0.0,
-        val_check_interval: int | float | None = None,
+        val_check_interval: int | float | str | timedelta | dict[str, int] | None = None,
         check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int | None = None,
         log_every_n_steps: int | None = None,
@@ -168,6 +170,56 @@ class Trainer(TrainerView):
             trainer.callbacks.insert(0, LoopTimes(self.profiler))
         self.enable_autolog_hparams = enable_autolog_hparams
         trainer.facade = CarriedFacade(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a Trainer of its own with copies of the parts, before this one has trained or evaluated.
+
+        Raises:
+            TypeError: it is copied by itself, and has.
+        """
+        if self._run.state.fn is not None:
+            return super().__deepcopy__(memo)
+        made: Trainer = object.__new__(type(self))
+        memo[id(self)] = made
+        return made._made_of(*copy.deepcopy(self._parts(), memo))
+
+    def __reduce__(self) -> Any:
+        if self._run.state.fn is not None:
+            return super().__reduce__()
+        trainer, attributes = self._parts()
+        cls = next(each for each in type(self).__mro__ if is_picklable(each))
+        return _unpickled, (cls, trainer, {**attributes, "tree": self.tree})
+
+    def _parts(self) -> tuple[torchhal.Trainer, dict[str, Any]]:
+        """Return torchhal's Trainer and the attributes that are no views of it."""
+        return self.trainer, {name: value for name, value in vars(self).items() if name not in (*VIEWS, "trainer")}
+
+    def _made_of(self, trainer: torchhal.Trainer, attributes: dict[str, Any]) -> Trainer:
+        TrainerView.__init__(self, run_of(trainer))
+        vars(self).update(attributes, trainer=trainer)
+        trainer.facade = CarriedFacade(self)
+        return self
+
+    # -- what the Tuner leaves -------------------------------------------------------------------------------
+
+    tuned: TunedData | None = None
+    """The data of the batch size that a Tuner has found, until this Trainer has its own."""
+
+    @property
+    def _data(self) -> Any:
+        return self.tuned if self.tuned is not None and self._run.state.fn is None else super()
+
+    @property
+    def train_dataloader(self) -> Any:
+        return self._data.train_dataloader
+
+    @property
+    def val_dataloaders(self) -> Any:
+        return self._data.val_dataloaders
+
+    @property
+    def datamodule(self) -> Any:
+        return self._data.datamodule
 
     @property
     def max_epochs(self) -> int | None:
@@ -272,7 +324,13 @@ class Trainer(TrainerView):
     ) -> list[Any] | None:
         """Return what ``predict_step`` returned for each batch."""
         keep = True if return_predictions is None else return_predictions
-        return self.trainer.predict(model, dataloaders, datamodule, keep, self._path(model, ckpt_path))
+        found = self.trainer.predict(model, dataloaders, datamodule, keep, self._path(model, ckpt_path))
+        self.predict_loop.returned = found or []
+        return found
+
+
+def _unpickled(cls: type[Trainer], trainer: torchhal.Trainer, attributes: dict[str, Any]) -> Trainer:
+    return object.__new__(cls)._made_of(trainer, attributes)
 
 
 def _epochs_only(results: list[dict[str, float]]) -> list[dict[str, float]]:

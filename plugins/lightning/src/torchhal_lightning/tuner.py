@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterable
@@ -14,6 +15,7 @@ import torch
 
 from torchhal import Callback, rng
 from torchhal.errors import ConfigurationError
+from torchhal.trainer.adapters import implements
 from torchhal_lightning import _trees as trees
 from torchhal_lightning._errors import raising_lightnings
 from torchhal_lightning._hyperparameter_fields import check_field, find_field, set_field
@@ -138,15 +140,22 @@ class RangeTest(Callback):
         loss = outputs["loss"] if isinstance(outputs, dict) and outputs else outputs
         if loss is None or isinstance(loss, dict):
             self.rates.results["loss"].append(float("nan"))
+            self._end(trainer)
             return
         self.average = self.beta * self.average + (1 - self.beta) * float(loss)
         smoothed = self.average / (1 - self.beta ** (step + 1))
         diverges = self.threshold is not None and step > 1 and smoothed > self.threshold * self.best
         if trainer.strategy.broadcast(diverges):
             trainer.should_stop = True
+        self.rates.results["loss"].append(smoothed)
+        self._end(trainer)
         if smoothed < self.best or step == 1:
             self.best = smoothed
-        self.rates.results["loss"].append(smoothed)
+
+    def _end(self, trainer: Any) -> None:
+        """End the trial after so many learning rates, though a batch that the model skips is no step."""
+        if len(self.rates.results["loss"]) >= self.rates.num_training:
+            trainer.should_stop = True
 
 
 @contextmanager
@@ -161,6 +170,30 @@ def restored(model: Any, trainer: Any) -> Any:
         model.train(training)
         model.trainer = trainer
         rng.restore_host(numbers)
+
+
+class TunedData:
+    """What a Trainer shows as its data after a search of the batch size: loaders that are made with the size found.
+
+    Args:
+        model: which makes the loaders, unless the data module does.
+        datamodule: or None.
+    """
+
+    def __init__(self, model: Any, datamodule: Any) -> None:
+        self.model, self.datamodule = model, datamodule
+
+    def _loader(self, hook: str) -> Any:
+        owner = self.datamodule if implements(self.datamodule, hook) else self.model
+        return getattr(owner, hook)() if implements(owner, hook) else None
+
+    @functools.cached_property
+    def train_dataloader(self) -> Any:
+        return self._loader("train_dataloader")
+
+    @functools.cached_property
+    def val_dataloaders(self) -> Any:
+        return self._loader("val_dataloader")
 
 
 class Tuner:
@@ -293,6 +326,7 @@ class Tuner:
 
         size = search(run, init_val, mode=mode, max_trials=max_trials, margin=margin, max_val=max_val)
         set_field(model, datamodule, batch_arg_name, size)
+        self._trainer.tuned = TunedData(model, datamodule)
         return size
 
     def _check_callbacks(self, name: str) -> None:
@@ -331,8 +365,10 @@ def search(
         max_val: the same.
     """
     fits, fails = 0, None
-    for _ in range(max_trials):
+    for trial in range(max_trials):
         size = min(size, max_val)
+        if trial:
+            _log.info("trying batch size %d", size)
         try:
             samples = run(size)
         except (RuntimeError, MemoryError) as error:
@@ -342,8 +378,13 @@ def search(
             _log.info("batch size %d does not fit", size)
         else:
             fits = size
-            if size >= max_val or (samples is not None and size >= samples):
+            if samples is not None and size >= samples:
+                _log.info("batch size %d is greater or equal than the length of the data, %d", size, samples)
                 break
+            if size >= max_val:
+                break
+        if trial + 1 == max_trials:
+            break
         if fails is None:
             size = fits * 2
         elif fails <= 1 or fails - fits <= 1 or (mode == "power" and fits):

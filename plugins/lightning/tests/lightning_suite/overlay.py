@@ -49,6 +49,9 @@ def unfair(function: Any, seen: frozenset[Any] = frozenset()) -> str | None:
                     continue  # a class of the test
                 return "looks at what is private"
             helper = function.__globals__.get(name)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):  # of a module of helpers
+                module = function.__globals__.get(node.value.id)
+                helper = getattr(module, name, None) if inspect.ismodule(module) else helper
             own_helper = (
                 inspect.isfunction(helper) and helper.__module__.startswith("tests_pytorch") and helper not in seen
             )
@@ -103,6 +106,7 @@ _count(lightning.pytorch.Trainer)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     global trainers
     trainers = 0
+    _write({"begun": item.nodeid})  # which is all there is of one that ends the process
     try:
         return (yield)
     finally:
@@ -120,5 +124,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         "seconds": round(report.duration, 2),
         "why": "" if crash is None else f"{os.path.basename(crash.path)}:{crash.lineno}: {crash.message}",
     }
+    _write(line)
+
+
+def _write(line: dict[str, Any]) -> None:
     with open(os.environ["LIGHTNING_SUITE_RESULTS"], "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")

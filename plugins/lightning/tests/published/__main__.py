@@ -15,8 +15,10 @@ weights after the training may differ by a millionth. One line says for each lib
 whether they are equal. The exit status is 1 if any differs or fails. What the commands print is in
 ``.venv-published/NAME.log``.
 
-Without a case, as they don't install beside the torch and Lightning of now: eugene-tools (wants scikit-learn 1.2.0),
-lightning-flash and quaterion (Lightning 1.9), torch-spatiotemporal (imports torch_sparse, which has no wheel for them).
+Without a case, as they don't install beside the torch and Lightning of now: careamics (pip looks for a set of versions
+for more than half an hour), eugene-tools (wants scikit-learn 1.2.0), lightning-flash and quaterion (Lightning 1.9),
+torch-spatiotemporal (imports torch_sparse, which has no wheel for them). finetuning-scheduler reads Lightning's private
+parts. rectools differs: it draws its weights in on_train_start, which here comes before the loader has drawn its seed.
 """
 
 from __future__ import annotations
@@ -150,7 +152,8 @@ def environment(name: str, packages: list[str], log: Path) -> Path:
 
 def run(way: str, python: Path, case: Path, log: Path) -> dict[str, Any]:
     """Train ``case`` by the Trainer of ``way``, and return what it noted."""
-    variables = os.environ | {"PYTHONPATH": str(HERE), "PUBLISHED_TRAINER": way, "OMP_NUM_THREADS": "1"}
+    folders = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    variables = os.environ | {"PYTHONPATH": folders, "PUBLISHED_TRAINER": way, "OMP_NUM_THREADS": "1"}
     # no accelerator, no downloads, and no reports of use to anybody
     variables |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "MPLBACKEND": "agg"}
     variables |= {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(STAND_INS), os.environ.get("LD_LIBRARY_PATH")]))}

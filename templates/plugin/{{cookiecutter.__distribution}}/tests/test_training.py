@@ -53,6 +53,12 @@ def test_training_fits_line(tmp_path: Path) -> None:
 {%- if 'checkpoint_io' in kinds %}
         plugins=[f"{ALIAS}_file"],
 {%- endif %}
+{%- if 'logger' in kinds %}
+        logger=ALIAS,
+{%- endif %}
+{%- if 'callback' in kinds %}
+        callbacks=ALIAS,
+{%- endif %}
         max_epochs=20,
         default_root_dir=tmp_path,
         enable_progress_bar=False,

@@ -9,6 +9,7 @@ from itertools import chain, islice, zip_longest
 from typing import TYPE_CHECKING, Any
 
 from torchhal._overrides import declares_hooks
+from torchhal.composition import Composable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @declares_hooks
-class Callback:
+class Callback(Composable):
     """Base class of callbacks, of which only the overridden hooks are called.
 
     The Trainer determines once per run which hooks a callback overrides, on its class or on the instance, and calls

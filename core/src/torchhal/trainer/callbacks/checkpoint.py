@@ -14,6 +14,7 @@ from torchhal.checkpoint._location import is_url
 from torchhal.checkpoint.base import DEFAULT_EXTENSION
 from torchhal.errors import CheckpointError, ConfigurationError
 from torchhal.trainer._forwarded import Forwarded
+from torchhal.trainer._shared_clock import SharedClock
 from torchhal.trainer._unknown_arguments import explain_unknown_arguments
 from torchhal.trainer.callbacks._checkpoint_files import check_writable, earlier_runs, join, normal_folder
 from torchhal.trainer.callbacks._checkpoint_names import check_pattern, fill_pattern
@@ -23,7 +24,6 @@ from torchhal.trainer.callbacks._monitor import check_mode, check_monitor, missi
 from torchhal.trainer.callbacks._rank_agreement import decide_on_rank_zero
 from torchhal.trainer.callbacks._run_ownership import EXPIRES_S
 from torchhal.trainer.callbacks._run_takeover import take_over_run
-from torchhal.trainer.callbacks._synced_timer import SharedClock
 from torchhal.trainer.callbacks._written_files import WrittenFiles
 from torchhal.trainer.callbacks.base import Callback
 

@@ -43,7 +43,7 @@ class DeviceStats(Callback):
         if stage != "fit":
             return
         name = type(self).__name__
-        if not trainer.loggers:
+        if not trainer.loggers and not trainer.fast_dev_run:  # which has none
             raise ConfigurationError(
                 f"{name} needs a logger to send the readings to, and the Trainer has none: pass logger=True or a "
                 "logger, or leave the callback out"

@@ -45,9 +45,9 @@ class LearningRateMonitor(Callback):
             self.on_train_batch_start = self._log_step  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
-        """Raise ConfigurationError for a Trainer without loggers."""
+        """Raise ConfigurationError for a Trainer without loggers, unless it is a trial run."""
         self._logged_step = -1
-        if not trainer.loggers:
+        if not trainer.loggers and not trainer.fast_dev_run:  # which has none
             raise ConfigurationError(
                 "LearningRateMonitor needs a logger to send the rates to, and the Trainer has none: pass logger=True "
                 "or a logger, or leave the callback out"

@@ -1,4 +1,4 @@
-"""Draw the progress of a run with tqdm, seldom enough to cost nothing, with ProgressBar."""
+"""Show the progress of a run, by tqdm or in a log file by lines, seldom enough to cost nothing, with ProgressBar."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchhal._arguments import check_bool, check_count
 from torchhal.trainer._unknown_arguments import explain_unknown_arguments
+from torchhal.trainer.callbacks._progress_lines import ProgressLines
 from torchhal.trainer.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -19,14 +20,16 @@ if TYPE_CHECKING:
 
 _INTERVAL_S = 0.1
 _INTERVAL_IN_FILE_S = 5.0  # each refresh is a line there
+_LONGEST_INTERVAL_S = 60.0
 
 
 class ProgressBar(Callback):
     """Callback that draws a bar for training, with the values of ``prog_bar=True``, and for each evaluation.
 
     It draws on rank 0 only. A batch costs one read of the clock: the bar is drawn, and values are fetched from the
-    device, at most ten times a second on a terminal and every five seconds into a file, and when an epoch ends. That
-    makes 5 microseconds a step (benchmarks/trainer_step.py, the row "bar", on a step of 93 microseconds).
+    device, at most ten times a second on a terminal, and when an epoch ends. That makes 5 microseconds a step
+    (benchmarks/trainer_step.py, the row "bar", on a step of 93 microseconds). Into a file it writes whole lines: when
+    an epoch ends, and during longer ones after 5, 10, 20, 40 and 80 seconds, then each minute.
 
     Args:
         refresh_rate: draw at most every so many batches; 0 draws nothing.
@@ -43,6 +46,7 @@ class ProgressBar(Callback):
         self._evaluated = 0
         self._next_draw = 0.0
         self._interval = _INTERVAL_S
+        self._is_live = True
 
     def disable(self) -> None:
         """Draw nothing from now on."""
@@ -64,7 +68,7 @@ class ProgressBar(Callback):
 
     def print(self, *values: Any, sep: str = " ", end: str = "\n", file: Any = None) -> None:
         """Print ``values`` above the bars, with the arguments of the builtin ``print``."""
-        if not self.is_drawn or (file or sys.stdout) is None:
+        if not self.is_drawn or not self._is_live or (file or sys.stdout) is None:
             print(*values, sep=sep, end=end, file=file)
         else:
             _tqdm().write(sep.join(map(str, values)), end=end, file=file or sys.stdout)
@@ -106,13 +110,19 @@ class ProgressBar(Callback):
         values = trainer.progress_bar_metrics
         bar.set_postfix_str(", ".join(f"{name}={value:.4g}" for name, value in values.items()), refresh=False)
         bar.refresh()
+        self._schedule()
+
+    def _schedule(self) -> None:
+        """Set the time of the next drawing within a stage."""
         self._next_draw = time.monotonic() + self._interval
+        if not self._is_live:
+            self._interval = min(2 * self._interval, _LONGEST_INTERVAL_S)
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
     def _start(self, trainer: Trainer, title: str, batches: Any) -> None:
         self._close_evaluation()
-        if self._train is not None:  # draw the batch it stands at, as it is not drawn until the evaluation ends
+        if self._train is not None and self._is_live:  # it is not drawn again until the evaluation ends
             self._draw_training(trainer, trainer.fit_loop.batches_done)
         self._evaluation = self._open(trainer, title, leave=trainer.state.fn != "fit", total=_total(batches))
         self._evaluated = 0
@@ -123,11 +133,11 @@ class ProgressBar(Callback):
             return
         self._evaluation.n = self._evaluated
         self._evaluation.refresh()
-        self._next_draw = time.monotonic() + self._interval
+        self._schedule()
 
     def _finish(self, trainer: Trainer) -> None:
         bar = self._evaluation
-        if bar is not None:
+        if bar is not None and (self._is_live or bar.leave):  # in a fit, the epoch's line has the values
             bar.n = self._evaluated
             values = trainer.progress_bar_metrics
             bar.set_postfix_str(", ".join(f"{name}={value:.4g}" for name, value in values.items()), refresh=False)
@@ -182,7 +192,10 @@ class ProgressBar(Callback):
         if not self.is_enabled or not trainer.is_global_zero or sys.stderr is None:
             return None
         kind = _tqdm()
-        self._interval = _INTERVAL_S if _is_live(kind) else _INTERVAL_IN_FILE_S
+        self._is_live = _is_live(kind)
+        if not self._is_live:
+            kind = ProgressLines
+        self._interval = _INTERVAL_S if self._is_live else max(self._interval, _INTERVAL_IN_FILE_S)
         self._next_draw = time.monotonic() + self._interval
         return kind(
             desc=title,

@@ -29,6 +29,8 @@ class EvaluationData:
     """What the accelerator made of each loader, which gives the same batches."""
     anywhere: bool = False
     """Whether any rank has a batch: the same on every rank, as all must take part in its collectives."""
+    with_indices: bool = False
+    """Whether it is recorded which samples each batch holds."""
     _is_closed: bool = False
 
     @classmethod
@@ -76,7 +78,7 @@ class EvaluationData:
         ]
         iterated = [accelerator_loader(loader, run) for loader in prepared]
         anywhere = any(length != 0 for theirs in everybody for length in theirs)
-        return cls(prepared, lengths, common, batches, iterated, anywhere)
+        return cls(prepared, lengths, common, batches, iterated, anywhere, with_indices)
 
     def first(self, batches: int) -> EvaluationData:
         """Return the same data with at most so many batches of each loader; -1 for all."""
@@ -86,6 +88,11 @@ class EvaluationData:
             common = [min(batches, each) for each in common]
             counts = [each and [min(batches, count) for count in each] for each in counts]
         return EvaluationData(self.loaders, lengths, common, counts, self.iterated, self.anywhere)
+
+    def replace_by(self, other: EvaluationData) -> None:
+        """End these loaders, and go on with the ones of ``other``, also where an evaluation has begun."""
+        self.close()
+        vars(self).update(vars(other))
 
     def skip(self, index: int) -> None:
         """Use no batch of a loader."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from torchhal.checkpoint._location import is_url
+from torchhal.composition import Composable
 from torchhal.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def is_rank_zero() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-class Logger:
+class Logger(Composable):
     """Base class of loggers, which record the metrics and hyperparameters of a run.
 
     The Trainer calls the methods on rank 0 only, and reads the properties on every rank. A logger that can't write must
@@ -109,13 +110,16 @@ class FolderLogger(Logger):
     """Base class of loggers that write to ``save_dir/name/version_N``, which is created with the first write.
 
     Args:
-        save_dir: the folder of all experiments.
+        save_dir: the folder of all experiments; by default that of the process.
         name: the experiment; "" for none.
         version: the run: a number, which becomes ``version_N``, or a name; None for one more than the highest there.
     """
 
     def __init__(
-        self, save_dir: str | os.PathLike[str], name: str | None = "torchhal_logs", version: int | str | None = None
+        self,
+        save_dir: str | os.PathLike[str] = ".",
+        name: str | None = "torchhal_logs",
+        version: int | str | None = None,
     ) -> None:
         if not isinstance(save_dir, str | os.PathLike):
             raise TypeError(f"'save_dir' must be a path (got {save_dir!r})")

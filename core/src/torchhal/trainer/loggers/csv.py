@@ -25,7 +25,7 @@ class CSVLogger(FolderLogger):
     ``version`` appends to it.
 
     Args:
-        save_dir: the folder of all experiments.
+        save_dir: the folder of all experiments; by default that of the process.
         name: the experiment; "" for none.
         version: the run, a number or a name; None for a new one.
         flush_logs_every_n_steps: how many rows to keep in memory at most.
@@ -37,7 +37,7 @@ class CSVLogger(FolderLogger):
     @explain_unknown_arguments
     def __init__(
         self,
-        save_dir: str | os.PathLike[str],
+        save_dir: str | os.PathLike[str] = ".",
         name: str | None = "torchhal_logs",
         version: int | str | None = None,
         flush_logs_every_n_steps: int = 100,

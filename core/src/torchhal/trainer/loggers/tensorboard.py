@@ -20,7 +20,7 @@ class TensorBoardLogger(FolderLogger):
     The calls of a Trainer, ``fit``, then ``test``, write to one file, which is closed with the logger or the program.
 
     Args:
-        save_dir: the folder of all experiments.
+        save_dir: the folder of all experiments; by default that of the process.
         name: the experiment; "" for none.
         version: the run, a number or a name; None for a new one.
         prefix: put before every metric's name, with a dash.
@@ -33,7 +33,7 @@ class TensorBoardLogger(FolderLogger):
 
     def __init__(
         self,
-        save_dir: str | os.PathLike[str],
+        save_dir: str | os.PathLike[str] = ".",
         name: str | None = "torchhal_logs",
         version: int | str | None = None,
         prefix: str = "",
@@ -89,7 +89,7 @@ class TensorBoardLogger(FolderLogger):
         from torch.utils.tensorboard.summary import hparams
 
         plain = {
-            name: value if isinstance(value, bool | int | float | str) else str(value)
+            str(name): value if isinstance(value, bool | int | float | str) else str(value)
             for name, value in self._hparams.items()
         }
         file_writer = self.experiment._get_file_writer()

@@ -229,6 +229,8 @@ class Results:
             accumulator.weighted = options.reduction == "mean"
             self._restored.restore(accumulator)
         self._accumulators[name, hook, self.dataloader_idx] = accumulator
+        if index is None and self.dataloader_idx is not None:
+            accumulator.loaders.add(self.dataloader_idx)
         return accumulator
 
     def _log_other(
@@ -314,7 +316,8 @@ class Results:
             else:
                 value = reduce_payload(payload)
             names = self._views.publish(payload, value)
-            self._evaluated.add(stage, names, value, payload["identity"][2])
+            index = payload["identity"][2]
+            self._evaluated.add(stage, names, value, payload["loaders"] if index is None else {index})
 
     def reset(self) -> None:
         """End the epoch of this stage: drop what was not finalized, reset the metric objects. The views stay."""

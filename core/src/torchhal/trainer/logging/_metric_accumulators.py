@@ -29,6 +29,7 @@ class MetricAccumulator:
         "device_total",
         "dtype",
         "hook",
+        "loaders",
         "metric",
         "metric_attribute",
         "metric_dirty",
@@ -54,6 +55,8 @@ class MetricAccumulator:
         self.hook = hook
         self.stage = HOOKS[hook].stage
         self.dataloader_idx = dataloader_idx
+        self.loaders: set[int] = set()
+        """The dataloaders for which it was logged, where all are put into one value."""
         self.asked = asked
         self.options = options
         self.plain_name = name + self.suffix

@@ -51,6 +51,7 @@ def pack(accumulator: MetricAccumulator, *, keep: bool = False) -> Payload:
         "name": accumulator.name,
         "identity": accumulator.identity,
         "suffix": accumulator.suffix,
+        "loaders": set(accumulator.loaders),
         "both": accumulator.both,
         "reduction": accumulator.options.reduction,
         "logger": accumulator.options.logger,
@@ -121,6 +122,7 @@ def merge_by_key(payloads: list[Payload]) -> list[Payload]:
         if known["metric"] is True:
             known["metric"] = payload["metric"]
         known["wide"] = known["wide"] or payload["wide"]
+        known["loaders"] = known["loaders"] | payload["loaders"]
         known["weight"] = known["weight"] + payload["weight"]
         if known["total"] is None or payload["total"] is None:
             known["total"] = payload["total"] if known["total"] is None else known["total"]

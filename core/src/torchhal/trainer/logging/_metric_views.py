@@ -84,7 +84,7 @@ class EpochValues:
     """The values of the last epoch of each stage."""
 
     def __init__(self) -> None:
-        self._values: dict[str, dict[str, tuple[Any, int | None]]] = {}
+        self._values: dict[str, dict[str, tuple[Any, set[int]]]] = {}
         self._ended: set[str] = set()
 
     def end(self, stage: str) -> None:
@@ -97,11 +97,11 @@ class EpochValues:
             self._ended.remove(stage)
             self._values.pop(stage, None)
 
-    def add(self, stage: str, names: Iterable[str], value: Any, dataloader_idx: int | None) -> None:
-        """Add a value under each of ``names``; without a dataloader it belongs to all of them."""
+    def add(self, stage: str, names: Iterable[str], value: Any, loaders: set[int]) -> None:
+        """Add a value under each of ``names``, of some dataloaders; of all where there is none among them."""
         values = self._values.setdefault(stage, {})
         for name in names:
-            values[name] = value, dataloader_idx
+            values[name] = value, loaders
 
     def by_dataloader(self, stage: str, num_dataloaders: int) -> list[dict[str, float]]:
         """Return the values of each dataloader, as numbers by name."""
@@ -110,8 +110,8 @@ class EpochValues:
         return [
             {
                 name: float(number)
-                for (name, (_, owner)), number in zip(values.items(), numbers, strict=True)
-                if owner is None or owner == index
+                for (name, (_, loaders)), number in zip(values.items(), numbers, strict=True)
+                if not loaders or index in loaders
             }
             for index in range(num_dataloaders)
         ]

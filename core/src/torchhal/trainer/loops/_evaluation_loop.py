@@ -44,7 +44,9 @@ def evaluation_mode(run: Run, word: str) -> Iterator[None]:
     modes = {name: child.training for name, child in module.named_modules()}
     set_eval = run.hooks.of_module(f"on_{word}_model_eval") or module.eval
     set_eval()
-    no_grad = torch.inference_mode if run.inference_mode and run.strategy.inference_mode else torch.no_grad
+    # what a validation leaves behind in a fit may come into the training, for which inference tensors are no use
+    infers = run.inference_mode and run.strategy.inference_mode and run.state.fn != "fit"
+    no_grad = torch.inference_mode if infers else torch.no_grad
     try:
         with no_grad():
             yield

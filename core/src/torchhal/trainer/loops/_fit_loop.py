@@ -10,7 +10,6 @@ import torch
 
 from torchhal import rng
 from torchhal.distributed.signals import at_once
-from torchhal.errors import ConfigurationError
 from torchhal.trainer import _rank_consistency as rank_consistency
 from torchhal.trainer import _resume as resume
 from torchhal.trainer._forwarded import Forwarded
@@ -20,7 +19,7 @@ from torchhal.trainer._run_data import reach_end_of_sampler, reload_data
 from torchhal.trainer._run_part import RunPart
 from torchhal.trainer.data._batch_transfer import batch_transfer
 from torchhal.trainer.data._iterators import close_iterator, until_any_ends
-from torchhal.trainer.data._loaders import no_batch, share_of
+from torchhal.trainer.data._loaders import no_batch
 from torchhal.trainer.data._training_data import TrainingData
 from torchhal.trainer.logging._log_options import batch_size_of
 from torchhal.trainer.loops._batch_hooks import train_batch_end, train_batch_start
@@ -30,6 +29,7 @@ from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
 from torchhal.trainer.loops._optimization import Optimization
 from torchhal.trainer.loops._schedulers import step_schedulers
 from torchhal.trainer.loops._stop_conditions import StopConditions
+from torchhal.trainer.loops._validation_schedule import AFTER_LAST_BATCH, ValidationSchedule
 from torchhal.trainer.run import Run
 
 
@@ -58,6 +58,7 @@ class FitLoop(RunPart[Run]):
         self.progress: FitProgress = run.progress
         self.evaluation = evaluation
         self.stop = StopConditions(run)
+        self.validations = ValidationSchedule(run)
         self.has_step_schedulers = False
         self.lr_scheduler_step: Callable[..., Any] | None = None
         self.optimization: Optimization | None = None
@@ -111,9 +112,12 @@ class FitLoop(RunPart[Run]):
             return
         with at_once():
             self.optimization = Optimization(run)
+            if run.profiling is not None:
+                run.profiling.time_optimization(self.optimization)
             run.hooks.call("on_train_start")
             run.frozen_parameters.begin(run.module, run.ckpt_path, run.warn_once)
             run.phases.start_train()
+        self.validations.start_clock()
         if not self.progress.batches_done:
             self._restore_rng()
         while not self.stop.is_done():
@@ -138,6 +142,7 @@ class FitLoop(RunPart[Run]):
         run = self.run
         run.phases.end_all(down_to=1)
         run.results.start_batch(None)
+        self.validations.start_clock()  # others of the world may have theirs from another batch
         if self.progress.batches_done:
             if self.progress.data.length is not None:  # others may have more batches in an epoch
                 self.progress.batches_done = min(self.progress.batches_done, self.progress.data.length)
@@ -164,10 +169,10 @@ class FitLoop(RunPart[Run]):
 
     def _run_epoch(self) -> None:
         run = self.run
+        assert self.progress.data is not None
+        if self._reloads_data() and not self.progress.data.is_new:
+            reload_data(run)
         data = self.progress.data
-        assert data is not None
-        if self._reloads_data() and not data.is_new:
-            data = reload_data(run)
         resuming = self.progress.batches_done > 0
         if not resuming:
             data.reset_epoch()
@@ -175,7 +180,7 @@ class FitLoop(RunPart[Run]):
         run.hooks.call("on_train_epoch_start")
         run.phases.start_epoch()
         length = data.length
-        if resuming and self._validation_due(length):
+        if resuming and self.validations.is_due(length):
             # the run that wrote the checkpoint stopped between the batch and its validation
             self._restore_rng()
             self._validate()
@@ -202,7 +207,7 @@ class FitLoop(RunPart[Run]):
         optimization, progress = self.optimization, self.progress
         data = progress.data
         assert optimization is not None and data is not None
-        start_batch, watch = run.results.start_batch, run.strategy.watch
+        start_batch, watch, validations = run.results.start_batch, run.strategy.watch, self.validations
         # everything that doesn't change between batches is looked up here, once
         step = optimization.step
         transfer = batch_transfer(run.strategy, run.datamodule, run.module)
@@ -216,6 +221,10 @@ class FitLoop(RunPart[Run]):
         alone = run.world_size == 1
         run.current_hook = "training_step"
         source = batches if data.loader_length is not None or alone else until_any_ends(batches, run.strategy)
+        if run.profiling is not None:
+            source, transfer, batch_start, batch_end = run.profiling.time_batches(
+                source, transfer, batch_start, batch_end
+            )
 
         while True:
             try:  # a for loop would call iter() again, which restarts a loader that is its own iterator
@@ -259,9 +268,11 @@ class FitLoop(RunPart[Run]):
                 batch_end(output, batch, index)
             del output  # or this step's output would stay in memory during the next
             if validate_every and (
-                last
-                if validate_every == -1
-                else (progress.total_batches if crossing else index + 1) % validate_every == 0
+                (progress.total_batches if crossing else index + 1) % validate_every == 0
+                if validate_every > 0
+                else last
+                if validate_every == AFTER_LAST_BATCH
+                else validations.is_time()
             ):
                 self._validate()
                 run.current_hook = "training_step"
@@ -307,7 +318,7 @@ class FitLoop(RunPart[Run]):
                 optimization.accumulate_over(self.progress.accumulate)
         # loggers may exist on rank 0 only, so they must not decide whether a collective runs
         log_every = run.log_every_n_steps if run.loggers or run.results.leader else 0
-        validate_every, crossing = self.validation_interval(length), run.check_val_every_n_epoch is None
+        validate_every, crossing = self.validations.interval(length), run.check_val_every_n_epoch is None
         return optimization.accumulate, run.max_steps, log_every, validate_every, crossing, self.stop.deadline
 
     def _log_loss(self, output: Any, batch: Any) -> None:
@@ -342,9 +353,12 @@ class FitLoop(RunPart[Run]):
 
     def _validate(self) -> None:
         run = self.run
+        began = time.perf_counter()
         state = rng.collect(run.strategy.accelerator, run.strategy.root_device)
         if not self._evaluate():  # cut short by a signal: it will run again, from the same random numbers
             rng.restore(state, run.strategy.accelerator, run.strategy.root_device)
+        self.validations.start_clock()
+        run.seconds["validation"] = run.seconds.get("validation", 0.0) + time.perf_counter() - began
 
     def _evaluate(self) -> bool:
         """Validate between two training batches; return False if a signal cut it short."""
@@ -359,47 +373,6 @@ class FitLoop(RunPart[Run]):
         if run.world_size > 1:
             run.should_stop = run.strategy.reduce_boolean_decision(run.should_stop, all=False)
         return not cut
-
-    def validation_interval(self, length: int | None) -> int:
-        """Return the batches between two validations in the running epoch.
-
-        Args:
-            length: batches of the epoch; None for a loader without a length.
-
-        Returns:
-            A number of batches; 0 for no validation, -1 for one after the last batch.
-
-        Raises:
-            ConfigurationError: ``val_check_interval`` doesn't fit ``length``.
-        """
-        run = self.run
-        if not run.sources.validation_data:
-            return 0
-        every = run.check_val_every_n_epoch
-        due = every is None or (self.progress.epoch + 1) % every == 0
-        interval = run.val_check_interval
-        if isinstance(interval, int):
-            if every is not None and length and interval > length:
-                raise ConfigurationError(
-                    f"'val_check_interval' must be at most the {length} training batches of an epoch (got {interval}); "
-                    "to count across epochs, set check_val_every_n_epoch=None"
-                )
-            return interval if due else 0
-        if length is None:
-            if interval != 1.0:
-                raise ConfigurationError(
-                    f"'val_check_interval' is a share of the epoch ({interval}), but the training loader doesn't know "
-                    "its length: use a number of batches"
-                )
-            return -1 if due else 0
-        return max(1, share_of(length, interval)) if due else 0
-
-    def _validation_due(self, length: int | None) -> bool:
-        every = self.validation_interval(length)
-        if every <= 0 or self.progress.validated_at == self.progress.total_batches:
-            return False
-        count = self.progress.total_batches if self.run.check_val_every_n_epoch is None else self.progress.batches_done
-        return count % every == 0
 
     def _end_epoch(self, *, complete: bool) -> None:
         run = self.run

@@ -202,7 +202,12 @@ class Optimization(RunPart[Run]):
     def step(self, batch: Any, batch_idx: int, first: bool, update: bool) -> Any:
         """Train on one batch and return what ``training_step`` returned."""
         if not self.automatic:
-            return self.run_step(batch, batch_idx, 0)
+            output = self.run_step(batch, batch_idx, 0)
+            if not (output is None or isinstance(output, torch.Tensor | Mapping)):
+                raise ModelError(
+                    f"{self.model_name}.training_step must return a tensor, a dict or None (got {output!r})"
+                )
+            return output
         if self.owns_step or not self.optimizers:
             output = self.run_step(batch, batch_idx, 0)
             self.progress.count_step(StepResult.UPDATED)

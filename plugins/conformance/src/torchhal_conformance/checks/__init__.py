@@ -76,6 +76,8 @@ _MODULES: Final = (
     "processes",
     "trainer",
     "strategy_hooks",
+    "loggers",
+    "callbacks",
 )
 
 for _module in _MODULES:

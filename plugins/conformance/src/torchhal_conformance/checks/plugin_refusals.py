@@ -9,9 +9,9 @@ from typing import Any
 from torchhal.accelerators import CPUAccelerator
 from torchhal.checkpoint import TorchCheckpointIO
 from torchhal.cluster import LocalEnvironment
-from torchhal.composition import Composition
+from torchhal.composition import PARTS, Composition
 from torchhal.errors import ConfigurationError
-from torchhal.plugin import KINDS, Availability
+from torchhal.plugin import Availability
 from torchhal.precision import SinglePrecision
 from torchhal.resolve import check_fit
 from torchhal.strategies import DDPStrategy
@@ -56,19 +56,21 @@ def composition(context: CheckContext) -> None:
             "checkpoint_io": TorchCheckpointIO(),
             "cluster_environment": LocalEnvironment(),
             "strategy": DDPStrategy(),
-            kind: component,
         }
+        if kind in PARTS:
+            parts[kind] = component
         devices = CPUAccelerator().get_parallel_devices(range(processes))
         made = Composition(**parts, devices=devices, num_nodes=1, world_size=processes)
-        before = [dict(vars(part)) for part in parts.values()]
+        asked = {**parts, kind: component}
+        before = [dict(vars(part)) for part in asked.values()]
         threads = threading.active_count()
         answers = [_answer(kind, component, made) for _ in range(2)]
         same(f"the second answer for {processes} process(es)", answers[1], answers[0])
-        for part, state in zip(parts.values(), before, strict=True):
+        for part, state in zip(asked.values(), before, strict=True):
             changed = sorted(name for name, value in vars(part).items() if state.get(name, part) is not value)
             require(not changed, f"check_fit changed {', '.join(changed)} of {type(part).__name__}")
-        for part in KINDS:
-            require(getattr(made, part) is parts[part], f"check_fit replaced {part}")
+        for name in PARTS:
+            require(getattr(made, name) is parts[name], f"check_fit replaced {name}")
         require(threading.active_count() <= threads, "check_fit started a thread")
 
 

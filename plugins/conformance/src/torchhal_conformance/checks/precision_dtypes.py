@@ -298,7 +298,7 @@ def _same_structure(name: str, got: Any, given: Any, wanted: dict[torch.dtype, t
 
 @check("PRE-08", needs=["device"])
 def outputs(context: CheckContext) -> None:
-    """convert_output gives floating-point tensors the default dtype, at any depth, and leaves the rest alone.
+    """convert_output gives narrower floating-point tensors the default dtype, at any depth, and leaves the rest alone.
 
     Why: a bfloat16 loss shows three digits in every log.
     Fix: cast to torch.get_default_dtype().
@@ -306,7 +306,7 @@ def outputs(context: CheckContext) -> None:
     precision = PrecisionRun(context).precision
     half, whole = torch.rand(3).to(precision.compute_dtype), torch.arange(3)
     converted = precision.convert_output({"loss": half, "nest": [(half,)], "count": whole})
-    if precision.compute_dtype is not torch.float64 or precision.param_dtype is torch.float64:
+    if precision.compute_dtype is not torch.float64:
         same("dtype of an output", converted["loss"].dtype, torch.get_default_dtype())
         same("dtype of a deeper output", converted["nest"][0][0].dtype, torch.get_default_dtype())
     require(converted["count"] is whole, "an integer output was converted")
@@ -318,6 +318,8 @@ def outputs(context: CheckContext) -> None:
             converts = precision.convert_output(torch.ones(1, dtype=torch.float16)).dtype is not torch.float16
             converts |= precision.convert_output(torch.ones(1, dtype=torch.bfloat16)).dtype is not torch.bfloat16
             wanted = {dtype: default if converts else dtype for dtype in FLOATS}
+            wanted[torch.float64] = wide = precision.convert_output(torch.ones(1, dtype=torch.float64)).dtype
+            require(wide in (torch.float64, default), f"an output in float64 becomes {wide}")
 
             def each(spec: NestSpec | TensorSpec, wanted: dict[torch.dtype, torch.dtype] = wanted) -> None:
                 output = spec.build()

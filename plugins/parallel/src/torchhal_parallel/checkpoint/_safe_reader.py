@@ -9,6 +9,7 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import EnumMeta
 from pathlib import Path
 from typing import IO, Any
 
@@ -56,7 +57,16 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
             return getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 pickle a member of an Enum
+            return _enum_member
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata of tensors needs")
+
+
+def _enum_member(cls: Any, name: Any) -> Any:
+    """Return a member of an Enum that :data:`_ALLOWED` names, and nothing else that ``getattr`` could reach."""
+    if isinstance(cls, EnumMeta) and isinstance(name, str) and name in cls.__members__:
+        return cls.__members__[name]
+    raise pickle.UnpicklingError(f"it reads the attribute {name!r} of {cls!r}, which no metadata of tensors needs")
 
 
 class CheckedReader(FileSystemReader):

@@ -10,6 +10,8 @@ from torchhal.plugin import Component, hookimpl
   ('checkpoint_io', 'checkpoint_ios', 'checkpoint', 'CheckpointIO'),
   ('cluster_environment', 'cluster_environments', 'environment', 'Environment'),
   ('strategy', 'strategies', 'strategy', 'Strategy'),
+  ('logger', 'loggers', 'logger', 'Logger'),
+  ('callback', 'callbacks', 'callback', 'Callback'),
 ] %}
 {%- for kind, hook, module, cls in components if kind in kinds %}
 

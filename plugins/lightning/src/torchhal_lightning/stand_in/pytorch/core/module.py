@@ -114,7 +114,8 @@ class LightningModule(InitialHyperparameters, torchhal.Module):
         return self(batch)
 
     def on_validation_model_zero_grad(self) -> None:
-        """Clear gradients before a fit's validation, between two optimizer steps; empty by default."""
+        """Clear gradients before a fit's validation, between two optimizer steps; their memory is free meanwhile."""
+        self.zero_grad()
 
     # -- the rest --------------------------------------------------------------------------------------------
 
