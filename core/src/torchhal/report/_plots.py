@@ -72,7 +72,7 @@ def _draw(title: str, lines: list[Line], number: int) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    options: dict[str, Any] = {
+    rc: Any = {  # the type of its keys differs between versions
         "svg.fonttype": "none",
         "svg.hashsalt": f"torchhal-{number}",  # ids that differ between the plots of a page
         "font.family": "sans-serif",
@@ -81,7 +81,7 @@ def _draw(title: str, lines: list[Line], number: int) -> str:
         "text.parse_math": False,  # a metric's name is no formula
         **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), _TEXT),
     }
-    with matplotlib.rc_context(options):
+    with matplotlib.rc_context(rc):
         figure = Figure(figsize=(6, 3.4), layout="constrained")
         axes = figure.add_subplot()
         finite: list[float] = []
