@@ -23,6 +23,16 @@ def is_rank_zero() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+class NullExperiment:
+    """The experiment of a logger on ranks other than 0: its attributes and calls all do nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+
 class Logger(Composable):
     """Base class of loggers, which record the metrics and hyperparameters of a run.
 
@@ -76,6 +86,40 @@ class Logger(Composable):
             params: a dict or a namespace.
             *args: further arguments of a logging library; the Trainer passes none.
             **kwargs: the same.
+        """
+
+    def log_text(self, key: str, text: str, step: int | None = None) -> None:
+        """Record a text; a logger with no place for texts leaves it out. The Trainer calls this never.
+
+        Args:
+            key: its name, as of a metric.
+            text: the text, which some loggers show as Markdown.
+            step: the optimizer steps done so far.
+
+        .. versionadded:: 0.2
+        """
+
+    def log_image(self, key: str, images: Any, step: int | None = None) -> None:
+        """Record an image or several; a logger with no place for images leaves them out. The Trainer calls this never.
+
+        Args:
+            key: its name, as of a metric.
+            images: a tensor or an array of shape (channels, height, width) or (height, width), of ``uint8`` or of
+                floats between 0 and 1, with 1, 3 or 4 channels; an image of PIL; or a list of these.
+            step: the optimizer steps done so far.
+
+        .. versionadded:: 0.2
+        """
+
+    def log_figure(self, key: str, figure: Any, step: int | None = None) -> None:
+        """Record a figure of matplotlib; a logger with no place for it leaves it out. The Trainer calls this never.
+
+        Args:
+            key: its name, as of a metric.
+            figure: a ``matplotlib.figure.Figure``, which is left open.
+            step: the optimizer steps done so far.
+
+        .. versionadded:: 0.2
         """
 
     def save(self) -> None:

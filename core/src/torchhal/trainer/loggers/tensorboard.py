@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchhal.trainer._unknown_arguments import refuse_unknown
-from torchhal.trainer.loggers.base import FolderLogger, as_dict, is_rank_zero
+from torchhal.trainer.loggers.base import FolderLogger, NullExperiment, as_dict, is_rank_zero
+from torchhal.trainer.loggers.images import as_pixels
 
 _OWN = ("save_dir", "name", "version", "prefix")
 
@@ -67,7 +68,7 @@ class TensorBoardLogger(FolderLogger):
     def experiment(self) -> Any:
         """The ``SummaryWriter``, made at the first use; on ranks other than 0 an object that ignores every call."""
         if not is_rank_zero():
-            return _NullWriter()
+            return NullExperiment()
         if self._writer is None or self._process != os.getpid():  # a forked process has no writer thread
             self._writer, self._process = self._writer_class()(log_dir=self.log_dir, **self._options), os.getpid()
             weakref.finalize(self, _close, self._writer, self._process)
@@ -96,6 +97,20 @@ class TensorBoardLogger(FolderLogger):
         for summary in hparams(plain, {}):  # type: ignore[no-untyped-call]
             file_writer.add_summary(summary)
 
+    def log_text(self, key: str, text: str, step: int | None = None) -> None:
+        self.experiment.add_text(self._prefix + key, text, step)
+
+    def log_image(self, key: str, images: Any, step: int | None = None) -> None:
+        if not is_rank_zero():
+            return
+        for number, image in enumerate(several := images if isinstance(images, list | tuple) else [images]):
+            name = f"{self._prefix}{key}" + (f"/{number}" if len(several) > 1 else "")
+            pixels = as_pixels(image)
+            self.experiment.add_image(name, pixels, step, dataformats="HWC" if pixels.ndim == 3 else "HW")
+
+    def log_figure(self, key: str, figure: Any, step: int | None = None) -> None:
+        self.experiment.add_figure(self._prefix + key, figure, step, close=False)
+
     def save(self) -> None:
         """Flush everything to the file.
 
@@ -114,13 +129,3 @@ def _close(writer: Any, pid: int) -> None:
     """Close ``writer`` if this process opened it."""
     if os.getpid() == pid:
         writer.close()
-
-
-class _NullWriter:
-    """A writer whose attributes and calls all do nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self

@@ -1,0 +1,205 @@
+"""Log to Weights & Biases, online or offline, with WandbLogger."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import uuid
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from torchhal.errors import ConfigurationError
+from torchhal.vendor_package import VendorPackage
+from torchhal_loggers._outbox import Record
+from torchhal_loggers._wandb_file import HistoryCounter
+from torchhal_loggers.service import ServiceLogger, check_name
+
+_STEP: Final = "trainer/global_step"
+_CONNECT_S: Final = 20.0
+_WRITE_S: Final = 5.0
+
+_made: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Runs that a WandbLogger of this process has begun."""
+
+
+class WandbLogger(ServiceLogger):
+    """Logger that sends to a run of Weights & Biases; needs the package ``wandb``.
+
+    A run that the program has begun with ``wandb.init`` is used, unless ``id`` or ``version`` says another one. A run
+    that this logger begins is ``wandb.run``, so that ``wandb.log`` works, as long as no other run is going on. Metrics
+    are drawn over ``trainer/global_step``.
+
+    Offline, W&B keeps each process's part of a run in a folder of its own, with the same id; ``wandb sync`` puts them
+    together.
+
+    Args:
+        project: the project.
+        name: what people see as the run's name; None for ``version_N``.
+        id: go on in this run, or begin it.
+        mode: ``"online"``, ``"offline"`` or ``"disabled"``; None for ``WANDB_MODE``, or online.
+        entity: the user or team; None for the default one.
+        group: for runs that belong together.
+        tags: of the run.
+        save_dir: where records wait, checkpoints are kept (``save_dir/project/version_N``), and ``wandb`` writes.
+        version: the run there, a number or a name; None for a new one.
+        prefix, log_model, on_error, timeout: as for :class:`ServiceLogger`.
+        **init_options: further arguments of ``wandb.init``.
+
+    Raises:
+        ConfigurationError: wandb is not installed, or too old; or there is no API key and the mode is online.
+    """
+
+    service = "wandb"
+    package: ClassVar[VendorPackage] = VendorPackage(
+        "wandb",
+        versions=">=0.22",
+        plugin="torchhal-loggers",
+        install="pip install 'torchhal-loggers[wandb]'",
+        needed_by="logger 'wandb'",
+    )
+
+    def __init__(
+        self,
+        project: str = "torchhal_logs",
+        *,
+        name: str | None = None,
+        id: str | None = None,  # noqa: A002  # as wandb.init calls it
+        mode: str | None = None,
+        entity: str | None = None,
+        group: str | None = None,
+        tags: Sequence[str] | None = None,
+        save_dir: str | os.PathLike[str] = ".",
+        version: int | str | None = None,
+        prefix: str = "",
+        log_model: bool | str = False,
+        on_error: str = "warn",
+        timeout: float = 30.0,
+        **init_options: Any,
+    ) -> None:
+        mode = mode or os.environ.get("WANDB_MODE") or "online"
+        if mode not in {"online", "offline", "disabled"}:
+            raise ConfigurationError(f"'mode' must be 'online', 'offline' or 'disabled' (got {mode!r})")
+        self._mode = mode
+        super().__init__(
+            save_dir,
+            check_name("project", project),
+            version,
+            prefix=prefix,
+            log_model=log_model,
+            on_error=on_error,
+            timeout=timeout,
+        )
+        self._id = id
+        self._takes_users_run = id is None and version is None
+        self._init_options = {
+            "project": project, "entity": entity, "group": group, "tags": list(tags) if tags else None, "name": name,
+            **init_options,
+        }  # fmt: skip
+        self._counter: HistoryCounter | None = None
+        self._first_step = 0
+
+    def check_credentials(self) -> None:
+        if self._mode != "online" or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+            return
+        self.package.load()
+        import wandb
+
+        if wandb.run is None and not wandb.api.api_key:
+            raise ConfigurationError(
+                "logger 'wandb' needs an API key to log online, and there is none: run 'wandb login', set "
+                "WANDB_API_KEY, or write mode='offline' (WANDB_MODE=offline) to keep the run here for 'wandb sync'"
+            )
+
+    @property
+    def run_id(self) -> str | None:
+        """The run's id at W&B; None before it has begun."""
+        return self._id or os.environ.get("WANDB_RUN_ID") or self.remembered().get("run_id")
+
+    # -- in the thread -----------------------------------------------------------------------------------------
+
+    def connect(self) -> Any:
+        import wandb
+
+        run_id = self.run_id
+        current = wandb.run
+        if current is not None and (
+            current.id == run_id or (run_id is None and self._takes_users_run and current not in _made)
+        ):
+            run = current
+        else:
+            options = {"settings": wandb.Settings(init_timeout=_CONNECT_S), **self._init_options}
+            options["name"] = options["name"] or self.run_name
+            if current is not None:  # wandb.log stays with the run that is going on
+                options["reinit"] = "create_new"
+            Path(self.save_dir).mkdir(parents=True, exist_ok=True)
+            run = wandb.init(
+                id=run_id or uuid.uuid4().hex[:12], resume="allow", dir=self.save_dir, mode=self._mode, **options
+            )
+            _made.add(run)
+        self.remember(run_id=run.id)
+        run.define_metric(_STEP)
+        run.define_metric("*", step_metric=_STEP, step_sync=True)
+        self._first_step = run.step
+        file = getattr(run.settings, "sync_file", None)
+        self._counter = HistoryCounter(Path(file)) if file and self._mode != "disabled" else None
+        return run
+
+    def send(self, experiment: Any, records: Sequence[Record]) -> None:
+        import wandb
+
+        for record in records:
+            row: dict[str, Any] = dict(record.get("metrics", {}))
+            row |= {
+                name: wandb.Table(columns=["text"], data=[[text]]) for name, text in record.get("text", {}).items()
+            }
+            row |= {name: wandb.Image(path) for name, path in record.get("image", {}).items()}
+            if row:
+                if record.get("step") is not None:
+                    row[_STEP] = record["step"]
+                experiment.log(row)
+            elif params := record.get("params"):
+                experiment.config.update(params, allow_val_change=True)
+            elif checkpoint := record.get("checkpoint"):
+                self._send_checkpoint(experiment, checkpoint)
+        self._wait_until_written(experiment)
+
+    def _send_checkpoint(self, run: Any, checkpoint: Mapping[str, Any]) -> None:
+        import wandb
+
+        path = Path(checkpoint["path"])
+        if not path.exists():  # a newer one has taken its place
+            return
+        artifact = wandb.Artifact(
+            f"model-{run.id}", type="model", metadata={"score": checkpoint["score"], "filename": path.name}
+        )
+        if path.is_dir():
+            artifact.add_dir(str(path), name=path.name)
+        else:
+            artifact.add_file(str(path), name=path.name)
+        run.log_artifact(artifact, aliases=["latest", *(["best"] if checkpoint["is_best"] else [])])
+
+    def _wait_until_written(self, run: Any) -> None:
+        """Wait until wandb's own process has written the rows to its file, from which they reach W&B after a kill."""
+        if self._counter is None:
+            return
+        end = time.monotonic() + _WRITE_S
+        while self._counter.count() < run.step - self._first_step:
+            if time.monotonic() > end:  # the user's own rows are counted otherwise, or the file has another format
+                self._counter = None
+                return
+            time.sleep(0.02)
+
+    def end(self, experiment: Any, status: str) -> None:
+        # elsewhere the program may log on, and wandb ends the run when it exits; a worker ends without that
+        if multiprocessing.parent_process() is not None:
+            experiment.finish(exit_code=0 if status == "success" else 1)
+            self.disconnected()
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "mode": self._mode,
+            **{key: self._init_options[key] for key in ("project", "entity", "group", "tags", "name")},
+        }
