@@ -15,6 +15,8 @@ KINDS = {
     "CIO": "checkpoint_io",
     "ENV": "cluster_environment",
     "STR": "strategy",
+    "LOG": "logger",
+    "CBK": "callback",
 }
 MODULES = (
     *(f"mutants_{kind}" for kind in KINDS.values()),
