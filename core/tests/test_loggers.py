@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchhal import Callback, Module, Trainer
-from torchhal.trainer.loggers import CSVLogger, Logger, TensorBoardLogger
+from torchhal.trainer.loggers import CSVLogger, Logger, TensorBoardLogger, as_pixels
 from torchhal.trainer.loggers.base import is_rank_zero
 
 
@@ -391,3 +391,58 @@ def test_rows_of_a_finished_epoch_survive_a_kill(tmp_path):
             default_root_dir=tmp_path,
             enable_progress_bar=False,
         ).fit(Net(), [torch.ones(1, 2)])
+
+
+@pytest.mark.parametrize("name", ["csv", "tensorboard"])
+def test_texts_images_and_figures(tmp_path, name):
+    """A logger shows what it has a place for, under its names, and leaves out the rest."""
+    pytest.importorskip("tensorboard")
+    from matplotlib.figure import Figure
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = CSVLogger(tmp_path) if name == "csv" else TensorBoardLogger(tmp_path, prefix="p")
+    figure = Figure()
+    figure.add_subplot().plot([1, 2])
+    logger.log_text("note", "hello", 3)
+    logger.log_image("one", torch.rand(3, 4, 6), 3)
+    logger.log_image("two", [torch.zeros(4, 6), torch.zeros(1, 4, 6)], 3)
+    logger.log_figure("curve", figure, 3)
+    logger.save()
+    if name == "tensorboard":
+        events = EventAccumulator(logger.log_dir)
+        events.Reload()
+        assert set(events.Tags()["images"]) == {"p-one", "p-two/0", "p-two/1", "p-curve"}
+        shown = events.Images("p-one")[0]
+        assert (shown.step, shown.width, shown.height) == (3, 6, 4)
+        assert events.Tensors("p-note/text_summary")[0].tensor_proto.string_val == [b"hello"]
+    else:
+        assert not os.listdir(tmp_path)
+
+
+class TestPixels:
+    def test_floats_are_cut_off_at_their_ends(self):
+        values = torch.tensor([[-1.0, 0.0, 0.5], [1.0, 2.0, float("nan")]])
+        assert as_pixels(values).tolist() == [[0, 0, 128], [255, 255, 0]]
+
+    @pytest.mark.parametrize(
+        ("shape", "becomes"), [((3, 4, 6), (4, 6, 3)), ((4, 4, 6), (4, 6, 4)), ((1, 4, 6), (4, 6))]
+    )
+    def test_channels_come_last(self, shape, becomes):
+        assert as_pixels(torch.zeros(shape, dtype=torch.uint8)).shape == becomes
+
+    def test_low_precision_gradients_and_truth_values(self):
+        assert as_pixels(torch.ones(2, 2, dtype=torch.bfloat16, requires_grad=True)).max() == 255
+        assert as_pixels(torch.tensor([[True, False]])).tolist() == [[255, 0]]
+
+    @pytest.mark.parametrize(
+        ("image", "message"),
+        [
+            (torch.zeros(2, 4, 6), "must have the shape"),
+            (torch.zeros(2, 3, 4, 6), "must have the shape"),
+            (torch.zeros(4, 6, dtype=torch.int32), "must be of uint8"),
+            ("picture.png", "must be a tensor, an array or an image of PIL"),
+        ],
+    )
+    def test_what_is_no_image(self, image, message):
+        with pytest.raises((TypeError, ValueError), match=message):
+            as_pixels(image)

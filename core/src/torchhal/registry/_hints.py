@@ -25,6 +25,7 @@ _ALIASES: Final[Mapping[str, str]] = {
     "torchhal-horovod": "horovod",
     "torchhal-torchft": "torchft",
     "torchhal-ray": "ray",
+    "torchhal-loggers": "mlflow wandb comet swanlab trackio",
     "torchhal-simulator": "sim",
     "torchhal-parallel": (
         "dp ddp2 zero1 zero2 zero3 fsdp ddp_sharded ddp_sharded_spawn ddp_fully_sharded tensor_parallel pipeline "

@@ -5,14 +5,14 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from torchhal.trainer.loggers.images import as_pixels
+from torchhal.trainer.loggers import as_pixels
 
 
 def image_png(image: Any) -> bytes:
     """Return an image as PNG.
 
     Args:
-        image: as :func:`torchhal.trainer.loggers.images.as_pixels` takes it.
+        image: as :func:`torchhal.trainer.loggers.as_pixels` takes it.
 
     Raises:
         TypeError, ValueError: it is no image.

@@ -58,13 +58,13 @@ def load(folder: Path, timeout: float) -> ServiceLogger:
     try:
         state = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         module, name = state["logger"].split(":")
-        cls = getattr(importlib.import_module(module), name)
-    except (OSError, ValueError, KeyError, AttributeError, ImportError) as error:
+        cls, options = getattr(importlib.import_module(module), name), dict(state["options"])
+    except (OSError, ValueError, KeyError, AttributeError, ImportError, TypeError) as error:
         raise ConfigurationError(f"{str(folder / 'run.json')!r} doesn't say which logger made it: {error}") from error
     if not (isinstance(cls, type) and issubclass(cls, ServiceLogger)):
         raise ConfigurationError(f"{str(folder / 'run.json')!r} names {state['logger']!r}, which is no ServiceLogger")
     experiment = folder.parent.parent
     made: ServiceLogger = cls(
-        **{**state["options"], "save_dir": experiment.parent, "version": folder.parent.name, "timeout": timeout}
+        **{**options, "save_dir": experiment.parent, "version": folder.parent.name, "timeout": timeout}
     )
     return made

@@ -12,8 +12,8 @@ _RECORD_HEADER: Final = struct.Struct("<IHB")
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
-class HistoryCounter:
-    """Counts the history records of a ``.wandb`` file, which grows.
+class Records:
+    """The records of a ``.wandb`` file, which grows.
 
     The file is a log of LevelDB's format (``doc/log_format.md`` there) behind a header of seven bytes; its records are
     messages ``wandb_internal.Record``.
@@ -26,19 +26,9 @@ class HistoryCounter:
         self._path = path
         self._place = _FILE_HEADER
         self._parts = b""
-        self._rows = 0
 
-    def count(self) -> int:
-        """Return the number of whole history records in the file. Only what is new is read."""
-        from wandb.proto import wandb_internal_pb2 as messages
-
-        for content in self._new_records():
-            record = messages.Record()
-            record.ParseFromString(content)
-            self._rows += record.WhichOneof("record_type") == "history"
-        return self._rows
-
-    def _new_records(self) -> list[bytes]:
+    def read(self) -> list[bytes]:
+        """Return the whole records that have been written since the last call."""
         try:
             with open(self._path, "rb") as file:
                 file.seek(self._place)
@@ -64,3 +54,25 @@ class HistoryCounter:
                 self._parts = b""
         self._place += min(at, len(data))
         return found
+
+
+class HistoryCounter:
+    """Counts the rows of a ``.wandb`` file, which grows.
+
+    Args:
+        path: the file, which need not exist yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._records = Records(path)
+        self._rows = 0
+
+    def count(self) -> int:
+        """Return the number of rows in the file."""
+        from wandb.proto import wandb_internal_pb2 as messages
+
+        for content in self._records.read():
+            record = messages.Record()
+            record.ParseFromString(content)
+            self._rows += record.WhichOneof("record_type") == "history"
+        return self._rows

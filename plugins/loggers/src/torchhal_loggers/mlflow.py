@@ -208,7 +208,7 @@ class MLflowLogger(ServiceLogger):
     def _spell(self, name: str) -> str:
         """Return ``name`` as MLflow allows it."""
         spelled = _NOT_IN_NAMES.sub("_", name)
-        if spelled != name:
+        if spelled != name and not any(spelt != own for spelt, own in self._spelled.items()):
             self.note(f"allows letters, digits and '_-. :/' in names: what was logged as {name!r} is {spelled!r} there")
         if self._spelled.setdefault(spelled, name) != name:
             self.note(f"has one name, {spelled!r}, for {self._spelled[spelled]!r} and {name!r}: rename one of them")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchhal.errors import ConfigurationError, TorchhalError, message_of
 from torchhal.plugin import Availability
-from torchhal.trainer.loggers.base import FolderLogger, NullExperiment, as_dict, is_rank_zero
+from torchhal.trainer.loggers import FolderLogger, NullExperiment, as_dict, is_rank_zero
 from torchhal.vendor_package import VendorPackage, availability_from
 from torchhal_loggers._media import figure_png, image_png
 from torchhal_loggers._outbox import Outbox, Record
@@ -267,12 +267,12 @@ class ServiceLogger(FolderLogger):
         record: Record = {kind: values, "time": time.time()}
         if kind not in {"params", "checkpoint"}:
             record["step"] = step
-        if self._outbox is None:
-            self._outbox = self._open_outbox()
         try:
+            if self._outbox is None:
+                self._outbox = self._open_outbox()
             self._outbox.append(record)
         except OSError as error:
-            self._fail(f"can't be sent anything, as {str(self._outbox.records_path)!r} can't be written: {error}")
+            self._fail(f"can't be sent what is logged, as it can't be written to {str(self.service_dir)!r}: {error}")
             return
         self._thread_of_sender().wake()
         self._report()
@@ -413,6 +413,7 @@ def _changed(path: str) -> float:
 def _send_rest(logger: weakref.ref[ServiceLogger], pid: int) -> None:
     found = logger()
     if found is not None and os.getpid() == pid and found._outbox is not None and not found._outbox.is_empty:
+        found._on_error = "warn"  # nobody is left who could be told otherwise
         found._drain("interrupted")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -55,7 +56,7 @@ class SwanLabLogger(ServiceLogger):
         project: str = "torchhal_logs",
         *,
         name: str | None = None,
-        id: str | None = None,  # noqa: A002  # as swanlab.init calls it
+        id: str | None = None,  # as swanlab.init calls it
         mode: str | None = None,
         workspace: str | None = None,
         group: str | None = None,
@@ -107,10 +108,11 @@ class SwanLabLogger(ServiceLogger):
             )
         folder = self.service_dir / "offline"
         folder.mkdir(parents=True, exist_ok=True)
-        options = {**self._init_options, "name": self._init_options["name"] or self.run_name}
-        run = swanlab.init(
-            id=self.run_id or uuid.uuid4().hex[:21], resume="allow", mode=self._mode, log_dir=str(folder), **options
-        )
+        run_id = self.run_id or uuid.uuid4().hex[:21]
+        # without a color, SwanLab draws one from Python's generator, whose numbers are those of the training
+        color = f"#{zlib.crc32(run_id.encode()) & 0xFFFFFF:06x}"
+        options = {"color": color, **self._init_options, "name": self._init_options["name"] or self.run_name}
+        run = swanlab.init(id=run_id, resume="allow", mode=self._mode, log_dir=str(folder), **options)
         self.remember(run_id=run.id)
         return run
 

@@ -134,4 +134,7 @@ class TrackioLogger(ServiceLogger):
         self.disconnected()
 
     def _options(self) -> dict[str, Any]:
-        return {"name": self._display_name, **{key: self._init_options[key] for key in ("project", "group", "space_id")}}
+        return {
+            "name": self._display_name,
+            **{key: self._init_options[key] for key in ("project", "group", "space_id")},
+        }

@@ -21,8 +21,8 @@ _STEP: Final = "trainer/global_step"
 _CONNECT_S: Final = 20.0
 _WRITE_S: Final = 5.0
 
-_made: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Runs that a WandbLogger of this process has begun."""
+_made: weakref.WeakValueDictionary[tuple[int, str], Any] = weakref.WeakValueDictionary()
+"""The runs that loggers have begun, by process and id: wandb has each once per process."""
 
 
 class WandbLogger(ServiceLogger):
@@ -66,7 +66,7 @@ class WandbLogger(ServiceLogger):
         project: str = "torchhal_logs",
         *,
         name: str | None = None,
-        id: str | None = None,  # noqa: A002  # as wandb.init calls it
+        id: str | None = None,  # as wandb.init calls it
         mode: str | None = None,
         entity: str | None = None,
         group: str | None = None,
@@ -125,11 +125,10 @@ class WandbLogger(ServiceLogger):
 
         run_id = self.run_id
         current = wandb.run
-        if current is not None and (
-            current.id == run_id or (run_id is None and self._takes_users_run and current not in _made)
-        ):
+        is_users = current is not None and (os.getpid(), current.id) not in _made
+        if current is not None and (current.id == run_id or (run_id is None and is_users and self._takes_users_run)):
             run = current
-        else:
+        elif (run := _made.get((os.getpid(), run_id or ""))) is None:
             options = {"settings": wandb.Settings(init_timeout=_CONNECT_S), **self._init_options}
             options["name"] = options["name"] or self.run_name
             if current is not None:  # wandb.log stays with the run that is going on
@@ -138,7 +137,7 @@ class WandbLogger(ServiceLogger):
             run = wandb.init(
                 id=run_id or uuid.uuid4().hex[:12], resume="allow", dir=self.save_dir, mode=self._mode, **options
             )
-            _made.add(run)
+            _made[os.getpid(), run.id] = run
         self.remember(run_id=run.id)
         run.define_metric(_STEP)
         run.define_metric("*", step_metric=_STEP, step_sync=True)
@@ -152,9 +151,7 @@ class WandbLogger(ServiceLogger):
 
         for record in records:
             row: dict[str, Any] = dict(record.get("metrics", {}))
-            row |= {
-                name: wandb.Table(columns=["text"], data=[[text]]) for name, text in record.get("text", {}).items()
-            }
+            row |= {name: wandb.Table(columns=["text"], data=[[text]]) for name, text in record.get("text", {}).items()}
             row |= {name: wandb.Image(path) for name, path in record.get("image", {}).items()}
             if row:
                 if record.get("step") is not None:
@@ -196,6 +193,7 @@ class WandbLogger(ServiceLogger):
         # elsewhere the program may log on, and wandb ends the run when it exits; a worker ends without that
         if multiprocessing.parent_process() is not None:
             experiment.finish(exit_code=0 if status == "success" else 1)
+            _made.pop((os.getpid(), experiment.id), None)
             self.disconnected()
 
     def _options(self) -> dict[str, Any]:

@@ -24,7 +24,10 @@ def is_rank_zero() -> bool:
 
 
 class NullExperiment:
-    """The experiment of a logger on ranks other than 0: its attributes and calls all do nothing."""
+    """The experiment of a logger on ranks other than 0: its attributes and calls all do nothing.
+
+    .. versionadded:: 0.2
+    """
 
     def __getattr__(self, name: str) -> Any:
         return self

@@ -18,6 +18,8 @@ def as_pixels(image: Any) -> np.ndarray[Any, Any]:
     Raises:
         TypeError: it is something else.
         ValueError: it has another shape or dtype.
+
+    .. versionadded:: 0.2
     """
     if hasattr(image, "convert") and hasattr(image, "getbands"):  # of PIL
         return np.asarray(image if image.mode in {"L", "RGB", "RGBA"} else image.convert("RGB"), dtype=np.uint8)

@@ -1,0 +1,21 @@
+"""Every logger of this package passes the conformance checks, by its service's library without a network."""
+
+import os
+import tempfile
+from importlib.util import find_spec
+
+import pytest
+
+from torchhal_conformance import conformance_suite
+
+FOLDER = tempfile.mkdtemp(prefix="torchhal-loggers-")
+os.environ |= {"TRACKIO_DIR": f"{FOLDER}/trackio", "HF_HUB_OFFLINE": "1"}
+
+if not find_spec("wandb"):
+    pytest.skip("make test-loggers has the services' libraries", allow_module_level=True)
+
+TestMLflow = conformance_suite("logger", "mlflow", arguments={"tracking_uri": f"sqlite:///{FOLDER}/mlflow.db"})
+TestWandb = conformance_suite("logger", "wandb", arguments={"mode": "offline"})
+TestComet = conformance_suite("logger", "comet", arguments={"online": False})
+TestSwanLab = conformance_suite("logger", "swanlab", arguments={"mode": "offline"})
+TestTrackio = conformance_suite("logger", "trackio")

@@ -1,0 +1,166 @@
+"""wandb, comet, swanlab and trackio, each without a network: what is in the files that each keeps, by its own format."""
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from limits import scaled
+
+from torchhal.errors import ConfigurationError
+
+SCRIPT = Path(__file__).with_name("logged_fit.py")
+
+
+def history_of_wandb(folder):
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2 as messages
+
+    from torchhal_loggers._wandb_file import Records
+
+    rows, ids = [], set()
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        ids.add(path.parent.name.rsplit("-", 1)[1])
+        for content in Records(path).read():
+            record = messages.Record()
+            record.ParseFromString(content)
+            if record.WhichOneof("record_type") == "history":
+                rows.append(
+                    {
+                        (item.key or "/".join(item.nested_key)): json.loads(item.value_json)
+                        for item in record.history.item
+                    }
+                )
+    return ids, [(row["trainer/global_step"], row["loss"]) for row in rows if "loss" in row]
+
+
+def history_of_comet(folder):
+    ids, points = set(), []
+    for path in sorted(folder.rglob("*.zip"), key=os.path.getmtime):
+        with zipfile.ZipFile(path) as archive:
+            ids.add(json.loads(archive.read("experiment.json"))["offline_id"])
+            for line in archive.read("messages.json").decode().splitlines():
+                message = json.loads(line)
+                metric = message["payload"].get("metric") if message["type"] == "metric_msg" else None
+                if metric and metric["metricName"] == "loss":
+                    points.append((metric["step"], float(metric["metricValue"])))
+    return ids, points
+
+
+def history_of_swanlab(folder):
+    pytest.importorskip("swanlab")
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+    from swanlab.sdk.internal.core_python.store import DataStoreReader
+
+    ids, points = set(), []
+    for path in sorted(folder.rglob("*.swanlab"), key=os.path.getmtime):
+        ids.add(path.stem.removeprefix("run-"))
+        reader = DataStoreReader()
+        reader.open(str(path))
+        for content in reader:
+            record = Record()
+            record.ParseFromString(content)
+            if record.WhichOneof("record_type") == "scalar" and record.scalar.key == "loss":
+                points.append((record.scalar.step, record.scalar.value.number))
+        reader.close()
+    return ids, points
+
+
+def history_of_trackio(folder):
+    with sqlite3.connect(folder / "trackio" / "torchhal_logs.db") as connection:
+        rows = connection.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
+    points = [(step, json.loads(metrics)) for _, step, metrics in rows]
+    return {name for name, _, _ in rows}, [(step, row["loss"]) for step, row in points if "loss" in row]
+
+
+SERVICES = {
+    "wandb": ({"mode": "offline"}, history_of_wandb),
+    "comet": ({"online": False}, history_of_comet),
+    "swanlab": ({"mode": "offline"}, history_of_swanlab),
+    "trackio": ({}, history_of_trackio),
+}
+PACKAGES = {"comet": "comet_ml"}
+
+
+@pytest.fixture(params=SERVICES)
+def service(request):
+    pytest.importorskip(PACKAGES.get(request.param, request.param))
+    return request.param
+
+
+@pytest.fixture
+def fit(service, tmp_path):
+    def fit(*arguments, **options):
+        given = json.dumps({service: {**SERVICES[service][0], **options}})
+        environ = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, SCRIPT, given, tmp_path, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=scaled(150), env=environ)
+
+    return fit
+
+
+@pytest.fixture
+def history(service, tmp_path):
+    return lambda: SERVICES[service][1](tmp_path)
+
+
+@pytest.mark.parametrize(
+    "start", [(), ("strategy=ddp_spawn", "devices=2"), ("strategy=ddp_fork", "devices=2")], ids=str
+)
+def test_a_fit_is_in_its_files(fit, history, start):
+    done = fit(*start)
+    assert done.returncode == 0 and "0 warnings" in done.stdout, done.stderr
+    ids, points = history()
+    assert len(ids) == 1 and [step for step, _ in points] == list(range(1, len(points) + 1))
+    assert len(points) == (8 if start else 16) and points[0][1] > points[-1][1] > 0
+
+
+def test_a_killed_fit_goes_on_in_its_run(service, fit, history):
+    killed = fit("kill_at=11", version=5)
+    assert killed.returncode == -9
+    done = fit("epochs=1", version=5)
+    assert done.returncode == 0, done.stderr
+    ids, points = history()
+    steps = [step for step, _ in points]
+    assert len(ids) == 1 and set(steps) == set(range(1, 12)), "every step of the first"
+    if service != "swanlab":  # which keeps the first value of a step
+        assert steps[-8:] == list(range(1, 9)), "and then the second"
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("wandb", "run 'wandb login', set WANDB_API_KEY, or write mode='offline'"),
+    ("comet", "run 'comet login', set COMET_API_KEY, or write online=False"),
+    ("swanlab", "run 'swanlab login', set SWANLAB_API_KEY, or write mode='offline'"),
+])  # fmt: skip
+def test_no_credentials_are_an_error_before_anything_starts(tmp_path, monkeypatch, name, says):
+    pytest.importorskip(PACKAGES.get(name, name))
+    from torchhal import Trainer
+
+    for variable in ("WANDB_API_KEY", "COMET_API_KEY", "SWANLAB_API_KEY", "WANDB_MODE", "SWANLAB_MODE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with pytest.raises(ConfigurationError, match=says):
+        Trainer(logger=name, accelerator="cpu", devices=1)
+
+
+def test_media_and_hyperparameters_are_taken(service, tmp_path, monkeypatch):
+    from torchhal_loggers import CometLogger, SwanLabLogger, TrackioLogger, WandbLogger
+
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    classes = {"comet": CometLogger, "swanlab": SwanLabLogger, "trackio": TrackioLogger, "wandb": WandbLogger}
+    logger = classes[service](save_dir=tmp_path, **SERVICES[service][0], timeout=scaled(60))
+    logger.log_hyperparams({"lr": 0.1, "net": {"depth": 3}, "object": object()})
+    logger.log_text("note", "hello", 1)
+    logger.log_image("picture", torch.rand(3, 8, 8), 1)
+    logger.log_metrics({"loss": 1.0}, 1)
+    logger.finalize("success")
+    assert not logger._notes and logger._outbox.is_empty
+    if service in {"wandb", "swanlab"}:  # the other ones put it into a zip file or a database's folder
+        sent = [path for path in tmp_path.rglob("*.png") if path.parent != logger.service_dir / "images"]
+        assert sent, "its own copy of the picture"
