@@ -425,7 +425,8 @@ class TestPixels:
         assert as_pixels(values).tolist() == [[0, 0, 128], [255, 255, 0]]
 
     @pytest.mark.parametrize(
-        ("shape", "becomes"), [((3, 4, 6), (4, 6, 3)), ((4, 4, 6), (4, 6, 4)), ((1, 4, 6), (4, 6))]
+        ("shape", "becomes"),
+        [((3, 4, 6), (4, 6, 3)), ((4, 4, 6), (4, 6, 4)), ((1, 4, 6), (4, 6))],
     )
     def test_channels_come_last(self, shape, becomes):
         assert as_pixels(torch.zeros(shape, dtype=torch.uint8)).shape == becomes

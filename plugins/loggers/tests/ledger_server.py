@@ -2,8 +2,9 @@
 
     python ledger_server.py PORT FOLDER
 
-keeps what it is sent in ``FOLDER/rows.jsonl``. ``FOLDER/mode`` says how it behaves: ``ok``, ``hang`` (it takes a request
-and answers never), ``fail`` (500), or a word that it refuses in a record (400). It ends with the process that started it.
+keeps what it is sent in ``FOLDER/rows.jsonl``. ``FOLDER/mode`` says how it behaves: ``ok``, ``hang`` (it takes a
+request and answers never), ``fail`` (500), or a word that it refuses in a record (400). It ends with the process that
+started it.
 """
 
 import json

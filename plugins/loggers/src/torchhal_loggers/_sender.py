@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, ClassVar, Final, Protocol
 
 from torchhal_loggers._outbox import Outbox, Record
 
-if TYPE_CHECKING:
-    from torchhal_loggers.service import ServiceLogger
-
 _BATCH: Final = 500
 _LONGEST_PAUSE_S: Final = 30.0
+
+
+class Service(Protocol):
+    """What a :class:`Sender` needs of a ``ServiceLogger``."""
+
+    service: ClassVar[str]
+    interval_s: ClassVar[float]
+    writes_at_end: ClassVar[bool]
+
+    @property
+    def was_connected(self) -> bool: ...
+    def connected(self) -> Any: ...
+    def send(self, experiment: Any, records: list[Record]) -> None: ...
+    def end(self, experiment: Any, status: str) -> None: ...
+    def is_refusal(self, error: Exception) -> bool: ...
+    def refuse(self, record: Record, error: Exception) -> None: ...
 
 
 class Sender:
@@ -26,7 +39,7 @@ class Sender:
         failure: the error of the newest attempt; None while the service answers.
     """
 
-    def __init__(self, service: ServiceLogger, outbox: Outbox) -> None:
+    def __init__(self, service: Service, outbox: Outbox) -> None:
         self.failure: Exception | None = None
         self._service = service
         self._outbox = outbox

@@ -22,8 +22,8 @@ _WRITE_S: Final = 5.0
 class TrackioLogger(ServiceLogger):
     """Logger that writes to a run of Trackio; needs the package ``trackio``.
 
-    By default the run is in a database per project below ``TRACKIO_DIR``, which ``trackio show`` draws. The logger's run
-    is not that of ``trackio.log``.
+    By default the run is in a database per project below ``TRACKIO_DIR``, which ``trackio show`` draws. The logger's
+    run is not that of ``trackio.log``.
 
     Args:
         project: the project.

@@ -40,4 +40,5 @@ def as_pixels(image: Any) -> np.ndarray[Any, Any]:
         image = (np.nan_to_num(image).clip(0, 1) * 255).round().astype(np.uint8)
     if image.dtype != np.uint8:
         raise ValueError(f"an image must be of uint8, or of floats between 0 and 1 (got {image.dtype})")
-    return image if image.ndim == 2 else image.transpose(1, 2, 0)
+    pixels: np.ndarray[Any, Any] = image if image.ndim == 2 else image.transpose(1, 2, 0)
+    return pixels
