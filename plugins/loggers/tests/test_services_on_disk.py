@@ -164,3 +164,21 @@ def test_media_and_hyperparameters_are_taken(service, tmp_path, monkeypatch):
     if service in {"wandb", "swanlab"}:  # the other ones put it into a zip file or a database's folder
         sent = [path for path in tmp_path.rglob("*.png") if path.parent != logger.service_dir / "images"]
         assert sent, "its own copy of the picture"
+
+
+@pytest.mark.parametrize(("name", "environ"), [
+    ("wandb", {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}),
+    ("comet", {"COMET_API_KEY": "a" * 25, "COMET_URL_OVERRIDE": "http://127.0.0.1:9/clientlib/"}),
+    ("swanlab", {"SWANLAB_API_KEY": "a" * 20, "SWANLAB_API_HOST": "http://127.0.0.1:9/api"}),
+])  # fmt: skip
+def test_a_service_out_of_reach_is_said_once_and_costs_bounded_time(tmp_path, name, environ):
+    pytest.importorskip(PACKAGES.get(name, name))
+    given = json.dumps({name: {"timeout": 5}})
+    command = [sys.executable, SCRIPT, given, tmp_path]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=scaled(150), env={**os.environ, **environ}
+    )
+    assert done.returncode == 0, done.stderr
+    assert ", 1 warnings " in done.stdout and "torchhal send-logs" in done.stdout and "Training goes on" in done.stdout
+    records = (tmp_path / "torchhal_logs" / "version_0" / name / "records.jsonl").read_text().splitlines()
+    assert sum('"loss"' in line for line in records) == 16

@@ -108,6 +108,7 @@ class ServiceLogger(FolderLogger):
         self._experiment: Any = None
         self._connecting = threading.RLock()
         self._said_failure = False
+        self._waits = False
         self._notes: list[str] = []
         self._said_notes = 0
         self._refused: dict[str, str] = {}
@@ -253,8 +254,9 @@ class ServiceLogger(FolderLogger):
 
     def _drain(self, status: str) -> None:
         sender = self._thread_of_sender()
-        if not sender.drain(self._timeout, status) and sender.failure is None:
-            self._fail(f"has not taken everything within timeout={self._timeout:g} s")
+        self._waits = not sender.drain(self._timeout, status)
+        if self._waits and sender.failure is None:
+            self._fail(f"has not taken everything within timeout={self._timeout:g} s. {self._what_to_do()}")
         self._report()
 
     # -- records -----------------------------------------------------------------------------------------------
@@ -274,6 +276,7 @@ class ServiceLogger(FolderLogger):
         except OSError as error:
             self._fail(f"can't be sent what is logged, as it can't be written to {str(self.service_dir)!r}: {error}")
             return
+        self._waits = False
         self._thread_of_sender().wake()
         self._report()
 
@@ -345,6 +348,12 @@ class ServiceLogger(FolderLogger):
             self._said_failure = True
             warnings.warn(f"{text}. Training goes on without it", UserWarning, stacklevel=2)
 
+    def _what_to_do(self) -> str:
+        return (
+            f"What is logged waits in {str(self.service_dir)!r}, and is sent as soon as {self.service} answers, by a "
+            f"later run with version={self.version!r}, or by 'torchhal send-logs {self.service_dir}'"
+        )
+
     def note(self, text: str) -> None:
         """Have something about the service's records said, with its name before it, once; from any thread."""
         if text not in self._notes:
@@ -354,11 +363,7 @@ class ServiceLogger(FolderLogger):
         """Say once that the service is away, and each note."""
         sender = self._sender
         if sender is not None and sender.failure is not None:
-            self._fail(
-                f"can't be reached ({message_of(sender.failure)}). What is logged waits in {str(self.service_dir)!r}, "
-                f"and is sent as soon as {self.service} answers, by a later run with version={self.version!r}, or by "
-                f"'torchhal send-logs {self.service_dir}'"
-            )
+            self._fail(f"can't be reached ({message_of(sender.failure)}). {self._what_to_do()}")
         if self._refused and self._on_error == "raise":
             raise ServiceError(f"{self.service} has refused {next(iter(self._refused.values()))}")
         while self._said_notes < len(self._notes):
@@ -412,7 +417,9 @@ def _changed(path: str) -> float:
 
 def _send_rest(logger: weakref.ref[ServiceLogger], pid: int) -> None:
     found = logger()
-    if found is not None and os.getpid() == pid and found._outbox is not None and not found._outbox.is_empty:
+    if found is None or os.getpid() != pid or found._outbox is None or found._waits:
+        return
+    if not found._outbox.is_empty:
         found._on_error = "warn"  # nobody is left who could be told otherwise
         found._drain("interrupted")
 

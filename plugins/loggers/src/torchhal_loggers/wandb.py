@@ -21,6 +21,14 @@ _STEP: Final = "trainer/global_step"
 _CONNECT_S: Final = 20.0
 _WRITE_S: Final = 5.0
 
+
+def _has_key(wandb: Any) -> bool:
+    try:
+        return bool(wandb.login(prompt=False, verify=False))  # asks nobody
+    except TypeError:  # an older release
+        return bool(wandb.api.api_key)
+
+
 _made: weakref.WeakValueDictionary[tuple[int, str], Any] = weakref.WeakValueDictionary()
 """The runs that loggers have begun, by process and id: wandb has each once per process."""
 
@@ -107,7 +115,7 @@ class WandbLogger(ServiceLogger):
         self.package.load()
         import wandb
 
-        if wandb.run is None and not wandb.api.api_key:
+        if wandb.run is None and not _has_key(wandb):
             raise ConfigurationError(
                 "logger 'wandb' needs an API key to log online, and there is none: run 'wandb login', set "
                 "WANDB_API_KEY, or write mode='offline' (WANDB_MODE=offline) to keep the run here for 'wandb sync'"
