@@ -306,7 +306,7 @@ class LightningCLI:
 
     def instantiate_classes(self) -> None:
         """Make the data module, the model and the Trainer."""
-        self.config_init = self.parser.instantiate_classes(self.config)
+        self.config_init = self.parser.instantiate(self.config)
         self.datamodule = self._get(self.config_init, "data")
         self.model = self._get(self.config_init, "model")
         self._give_optimizers()
