@@ -3,7 +3,6 @@
 The ``torchhal`` command is another one: :mod:`torchhal.cli`.
 """
 
-from torchhal.lazy_names import lazy_names
 from torchhal.trainer_cli._cli import SUBCOMMANDS, TrainerCLI
 from torchhal.trainer_cli._config_file import SaveConfig
 from torchhal.trainer_cli._optimizers import (
@@ -12,6 +11,7 @@ from torchhal.trainer_cli._optimizers import (
     ReduceLROnPlateau,
     with_schedule,
 )
+from torchhal.trainer_cli._parser import TrainerParser
 
 __all__ = [
     "SUBCOMMANDS",
@@ -23,9 +23,3 @@ __all__ = [
     "TrainerParser",
     "with_schedule",
 ]
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from torchhal.trainer_cli._parser import TrainerParser as TrainerParser
-else:  # it needs jsonargparse
-    __getattr__, __dir__ = lazy_names(__name__, {"TrainerParser": "_parser"})

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -19,9 +19,7 @@ from torchhal.trainer import Trainer
 from torchhal.trainer_cli._config_file import SaveConfig
 from torchhal.trainer_cli._messages import explain_import, is_of_union, shorten
 from torchhal.trainer_cli._optimizers import ConfigureOptimizers, LRSchedulerCallable, OptimizerCallable
-
-if TYPE_CHECKING:
-    from torchhal.trainer_cli._parser import TrainerParser
+from torchhal.trainer_cli._parser import TrainerParser
 
 _EVALUATION = frozenset({"model", "dataloaders", "datamodule"})
 SUBCOMMANDS: Mapping[str, frozenset[str]] = {
@@ -121,8 +119,6 @@ class TrainerCLI:
 
     def _make_parser(self, **kwargs: Any) -> TrainerParser:
         from jsonargparse import ActionConfigFile
-
-        from torchhal.trainer_cli._parser import TrainerParser
 
         header = [f"torchhal=={torchhal.__version__}"]
         parser = TrainerParser(dump_header=header, exit_on_error=False, **self._env, **kwargs)

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
-from jsonargparse import ArgumentParser
 from torch import optim
 
 from torchhal.module import DataModule, Module
@@ -17,6 +16,11 @@ from torchhal.suggestions import did_you_mean, nearest
 from torchhal.trainer.callbacks import Callback
 from torchhal.trainer.loggers import Logger
 from torchhal.trainer_cli._messages import shorten
+
+try:
+    from jsonargparse import ArgumentParser
+except ImportError:  # TrainerCLI says what to install
+    ArgumentParser = object
 
 _UNKNOWN = [
     r"(?:Subcommand '(?P<subcommand>\w+)'|Group '(?P<group>[^']+)') does not accept option '(?P<name>[^']+)'",
