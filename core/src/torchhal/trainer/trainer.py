@@ -343,7 +343,15 @@ class Trainer(TrainerProperties):
         verbose: bool = True,
         datamodule: Any = None,
     ) -> list[dict[str, float]]:
-        """Evaluate on the validation data; one dict of metrics per loader."""
+        """Evaluate on the validation data; one dict of metrics per loader.
+
+        Args:
+            model: as for :meth:`fit`; None: the one of the last call.
+            dataloaders: one loader or several; or a data module in this place.
+            ckpt_path: evaluate a checkpoint: a path, "best" or "last"; None: the model as it is.
+            verbose: print the metrics.
+            datamodule: gives the loaders instead.
+        """
         sources = DataSources(validate=dataloaders)
         result: list[dict[str, float]] = self._evaluate("validate", model, sources, datamodule, ckpt_path, verbose)
         return result
@@ -357,7 +365,15 @@ class Trainer(TrainerProperties):
         verbose: bool = True,
         datamodule: Any = None,
     ) -> list[dict[str, float]]:
-        """Evaluate on the test data; one dict of metrics per loader. ``ckpt_path`` may be "best" or "last"."""
+        """Evaluate on the test data; one dict of metrics per loader.
+
+        Args:
+            model: as for :meth:`fit`; None: the one of the last call.
+            dataloaders: one loader or several; or a data module in this place.
+            ckpt_path: evaluate a checkpoint: a path, "best" or "last"; None: the model as it is.
+            verbose: print the metrics.
+            datamodule: gives the loaders instead.
+        """
         sources = DataSources(test=dataloaders)
         result: list[dict[str, float]] = self._evaluate("test", model, sources, datamodule, ckpt_path, verbose)
         return result
@@ -373,7 +389,14 @@ class Trainer(TrainerProperties):
     ) -> list[Any] | None:
         """Return what ``predict_step`` returned for each batch, in the order of the dataset, from all ranks.
 
-        A list of lists with several loaders. ``return_predictions=False`` keeps nothing, for callbacks that write.
+        A list of lists with several loaders.
+
+        Args:
+            model: as for :meth:`fit`; None: the one of the last call.
+            dataloaders: one loader or several; or a data module in this place.
+            datamodule: gives the loaders instead.
+            return_predictions: False keeps nothing, for callbacks that write.
+            ckpt_path: predict with a checkpoint: a path, "best" or "last"; None: the model as it is.
         """
         keep = arguments.check_bool("return_predictions", return_predictions)
         sources = DataSources(predict=dataloaders, keep_predictions=keep)
