@@ -36,9 +36,10 @@ _NAMED_PARTS = ("accelerator", "strategy", "precision", "plugins", "logger", "ca
 class TrainerCLI:
     """Command line for the Trainer, a model and a data module.
 
-    ``python train.py fit --config c.yaml --model.lr 0.1``: the options are the arguments of their classes, with their types and docstrings; :meth:`run` parses them, makes the
-    objects and calls the Trainer. A script calls it below ``if __name__ == "__main__"``: processes that import the
-    script must not. ``--print_config`` prints a configuration file, and each fit saves its own in the run's folder.
+    ``python train.py fit --config c.yaml --model.lr 0.1``: the options are the arguments of their classes, with their
+    types and docstrings; :meth:`run` parses them, makes the objects and calls the Trainer. A script calls it below
+    ``if __name__ == "__main__"``: processes that import the script must not. ``--print_config`` prints a configuration
+    file, and each fit saves its own in the run's folder.
 
     Args:
         model_class: the class of the model, or a function that returns one; None: a subclass of ``Module``, which
