@@ -12,7 +12,7 @@ import pytest
 import torch
 from limits import scaled
 
-from torchhal import Callback, Module, Trainer
+from torchhal import Module, Trainer
 from torchhal.errors import CheckpointMismatchError, ConfigurationError, UnknownAliasError
 from torchhal.trainer.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, Timer
 from torchhal.trainer.loggers import CSVLogger
@@ -22,7 +22,7 @@ pytest.importorskip("jsonargparse")
 from cli_models import Data, DeepEncoder, Encoder, Net, OptimizerNet, SavingNet
 
 from torchhal import TrainerCLI
-from torchhal.trainer_cli import ReduceLROnPlateau, SaveConfig
+from torchhal.trainer_cli import ReduceLROnPlateau
 from torchhal.trainer_cli._config_file import write_new
 
 SCRIPT = Path(__file__).parent / "scripts" / "cli_train.py"
@@ -415,6 +415,29 @@ def test_nothing_of_jsonargparse_is_deprecated(cli):
         cli.run(["fit", "--model.encoder=DeepEncoder", "--trainer.callbacks=ema", "--optimizer=Adam"])
 
 
+class RaisingEncoder(Encoder):
+    def __init__(self, width: int = 4):
+        raise LookupError("of the user's")
+
+
+def test_what_a_class_raises_is_raised_unchanged(cli):
+    with pytest.raises(LookupError, match="of the user's") as caught:
+        cli.run(["fit", "--model.encoder=RaisingEncoder"])
+    assert caught.traceback[-1].path == Path(__file__)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "expected"),
+    [
+        ({"max_epoch": 3}, "has 'max_epoch', which the Trainer doesn't take; did you mean 'max_epochs'"),
+        ({"logger": CSVLogger()}, "must hold for 'logger' what a file can"),
+    ],
+)
+def test_wrong_defaults(defaults, expected):
+    with pytest.raises(ConfigurationError, match=f"'trainer_defaults' {expected}"):
+        make(trainer_defaults=defaults)
+
+
 # -- environment variables -------------------------------------------------------------------------------------
 
 
@@ -603,11 +626,14 @@ def test_ranks_with_different_configurations_are_refused(tmp_path):
     assert "every rank must be given the same configuration (rank 0 has 'lr: 0.1', rank 1 has 'lr: 0.2')" in done.stderr
 
 
+def test_an_old_jsonargparse(monkeypatch):
+    monkeypatch.delattr("jsonargparse._instantiation.InstantiateMethod.instantiate")
+    monkeypatch.delattr("jsonargparse.ArgumentParser.instantiate")
+    with pytest.raises(ImportError, match=r"4.53 or later \(the one that is installed is too old\)"):
+        TrainerCLI(Net)
+
+
 def test_without_jsonargparse(monkeypatch):
     monkeypatch.setitem(sys.modules, "jsonargparse", None)
     with pytest.raises(ImportError, match=r"pip install 'torchhal\[cli\]'"):
         TrainerCLI(Net)
-
-
-def test_save_config_is_a_callback():
-    assert issubclass(SaveConfig, Callback)

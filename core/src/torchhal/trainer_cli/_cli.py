@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
@@ -15,9 +16,10 @@ import torchhal
 from torchhal.errors import ConfigurationError, PluginError
 from torchhal.module import DataModule, Module
 from torchhal.rng import seed_everything
+from torchhal.suggestions import did_you_mean
 from torchhal.trainer import Trainer
 from torchhal.trainer_cli._config_file import SaveConfig
-from torchhal.trainer_cli._messages import explain_import, is_of_union, shorten
+from torchhal.trainer_cli._messages import explain_import
 from torchhal.trainer_cli._optimizers import ConfigureOptimizers, LRSchedulerCallable, OptimizerCallable
 from torchhal.trainer_cli._parser import TrainerParser
 
@@ -46,8 +48,9 @@ class TrainerCLI:
             ``--model`` names.
         datamodule_class: the same for the data module; None: there is none unless ``--data`` names one.
         trainer_class: the class of the Trainer.
-        trainer_defaults: arguments of the Trainer that replace the defaults. Its ``callbacks`` are added to those of
-            the command line.
+        trainer_defaults: arguments of the Trainer that replace the defaults, as a file would give them: aliases, and
+            ``{"class_path": ..., "init_args": {...}}`` in the place of objects. Its ``callbacks``, objects too, are
+            added to those of the command line.
         seed_everything_default: what ``--seed_everything`` is by default: a seed; True: that of ``TORCHHAL_SEED``, or
             0; False: none is set.
         subclass_mode_model: let ``--model`` name a subclass of ``model_class``.
@@ -64,7 +67,8 @@ class TrainerCLI:
         trainer: the Trainer.
 
     Raises:
-        ImportError: jsonargparse is not installed.
+        ConfigurationError: ``trainer_defaults`` has what the Trainer doesn't take, or an object.
+        ImportError: jsonargparse is not installed, or too old.
 
     .. versionadded:: 0.2
     """
@@ -134,7 +138,8 @@ class TrainerCLI:
             help="the seed of all random numbers; true: that of TORCHHAL_SEED, or 0; false: none is set",
         )  # fmt: skip
         parser.add_class_arguments(self._trainer_class, "trainer", instantiate=False, sub_configs=True)
-        parser.set_defaults({f"trainer.{name}": value for name, value in self._trainer_defaults.items()})
+        for name, value in self._trainer_defaults.items():
+            _set_default(parser, name, value)
         _add_class(parser, self._model_class, "model", choose=self._subclass_mode_model, required=True)
         _add_class(
             parser, self._datamodule_class, "data", choose=self._subclass_mode_data, required=self._data_required
@@ -209,7 +214,7 @@ class TrainerCLI:
             given = config.seed_everything
             config.seed_everything = seed_everything(None if given is True else given)
         self.config = config
-        made = parser.instantiate(config, instantiators=[(_make, Module, True), (_make, DataModule, True)])
+        made = _instantiate(parser, config)
         self.model, self.datamodule = made.model, made.get("data")
         if made.optimizer is not None:
             self.model.configure_optimizers = ConfigureOptimizers(self.model, made.optimizer, made.lr_scheduler)
@@ -256,10 +261,6 @@ class TrainerCLI:
             if not of_process:
                 raise
             message, cause = str(error), error
-        except ValueError as error:  # of a class among several types, whose errors jsonargparse collects
-            if not is_of_union(str(error)):
-                raise
-            message, cause = shorten(str(error)), error
         else:
             return
         if of_process:
@@ -269,12 +270,31 @@ class TrainerCLI:
 
 
 def check_jsonargparse() -> None:
-    """Raise ImportError, with what to install, where jsonargparse can't be imported."""
+    """Raise ImportError, with what to install, where jsonargparse can't be imported or is too old."""
     try:
-        import jsonargparse
+        from jsonargparse import ArgumentParser
     except ImportError as error:
-        raise ImportError(f"a command line needs jsonargparse ({error}): pip install 'torchhal[cli]'") from None
-    _ = jsonargparse
+        problem = str(error)
+    else:
+        if hasattr(ArgumentParser, "instantiate"):
+            return
+        problem = "the one that is installed is too old"
+    raise ImportError(f"a command line needs jsonargparse 4.53 or later ({problem}): pip install 'torchhal[cli]'")
+
+
+def _set_default(parser: TrainerParser, name: str, value: Any) -> None:
+    known = {each.removeprefix("trainer.") for each in parser.option_names() if each.startswith("trainer.")}
+    if name not in known:
+        raise ConfigurationError(
+            f"'trainer_defaults' has {name!r}, which the Trainer doesn't take{did_you_mean(name, known)}"
+        )
+    try:
+        parser.set_defaults({f"trainer.{name}": value})
+    except ValueError:
+        raise ConfigurationError(
+            f"'trainer_defaults' must hold for {name!r} what a file can: an alias, with options or without, or "
+            f"{{'class_path': ..., 'init_args': {{...}}}} (got {value!r})"
+        ) from None
 
 
 def _add_class(parser: TrainerParser, cls: Any, key: str, *, choose: bool, required: bool) -> None:
@@ -288,10 +308,38 @@ def _add_class(parser: TrainerParser, cls: Any, key: str, *, choose: bool, requi
         parser.add_class_arguments(cls, key, fail_untyped=False, sub_configs=True)
 
 
+class _ConstructionError(BaseException):
+    """What a class raised; no Exception, of which jsonargparse keeps only the text to try another type."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+_INSTANTIATES: ContextVar[bool] = ContextVar("_INSTANTIATES", default=False)
+"""Whether jsonargparse calls :func:`_make`; what it has made for later, such as optimizers, calls it too."""
+
+
+def _instantiate(parser: TrainerParser, config: Any) -> Any:
+    """Return the objects of a configuration; raise what one of their classes raises."""
+    token = _INSTANTIATES.set(True)
+    try:
+        return parser.instantiate(config, instantiators=[(_make, object, True)])
+    except _ConstructionError as failed:
+        error = failed.error
+    finally:
+        _INSTANTIATES.reset(token)
+    raise error
+
+
 def _make(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
-    """Return an object with its arguments as hyperparameters, as if it had called ``save_hyperparameters``."""
-    made = cls(*args, **kwargs)
-    if not made.hparams:
+    """Return an object; a module's or a data module's arguments are its hyperparameters unless it saves some itself."""
+    try:
+        made = cls(*args, **kwargs)
+    except Exception as error:
+        if _INSTANTIATES.get():
+            raise _ConstructionError(error) from None
+        raise
+    if isinstance(made, Module | DataModule) and not made.hparams:
         made.hparams.update(kwargs)
     return made
 

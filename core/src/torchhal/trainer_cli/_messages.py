@@ -29,11 +29,6 @@ def shorten(message: str) -> str:
     return _read(message).text
 
 
-def is_of_union(message: str) -> bool:
-    """Return whether ``message`` lists what the members of a union said."""
-    return _UNION in message
-
-
 def _read(message: str) -> _Reason:
     text = message.strip()
     for pattern, read in _FORMS:
@@ -114,6 +109,7 @@ _FORMS: list[tuple[str, Callable[..., _Reason]]] = [
     (rf"{_UNION}(.*)", _of_union),
     (r"- Expected a path but \S+ either not accessible or invalid\n- (.*)", lambda rest: _read(textwrap.dedent(rest))),
     (r"Problems parsing config: (.*)", _of_yaml),
+    (r"Unable to load config ['\"]([^'\"]+)['\"].*", lambda path: _Reason(f"{path!r} can't be read", 1)),
     (r"Unexpected config: .*", lambda: _Reason("must be a dict of options", 1)),
     (r"Problem with given class_path '([^']+)':\s?(.*)", _of_class),
     (r"Type .+? expects a function or a callable class: (.*)", _of_callable),

@@ -59,7 +59,7 @@ class TrainerParser(ArgumentParser):  # type: ignore[misc]
         outer, self._reading = self._reading, os.fspath(path)
         try:
             parsed = super().parse_path(path, *args, **kwargs)
-            known = self._option_names()
+            known = self.option_names()
             for key in parsed.keys():  # noqa: SIM118 - with those below them
                 if not key.rpartition(".")[2].startswith("__") and not _is_option(key, known):
                     self.error(self._no_option(key))
@@ -104,9 +104,9 @@ class TrainerParser(ArgumentParser):  # type: ignore[misc]
 
     def _no_option(self, name: str) -> str:
         plain = name.removeprefix("--")
-        if any(plain in parser._option_names() for parser in self._subcommands().values()):
+        if any(plain in parser.option_names() for parser in self._subcommands().values()):
             return f"{name!r} goes after the subcommand, or below its name in a file"
-        near = nearest(self._below_subcommand(plain), self._option_names())
+        near = nearest(self._below_subcommand(plain), self.option_names())
         dashes = "--" if name.startswith("--") else ""
         return f"there is no option {name!r}" + (f"; did you mean {dashes + near!r}?" if near else "; --help lists all")
 
@@ -118,7 +118,8 @@ class TrainerParser(ArgumentParser):  # type: ignore[misc]
         found = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
         return {name: parser for choices in found for name, parser in choices.items()}
 
-    def _option_names(self) -> set[str]:
+    def option_names(self) -> set[str]:
+        """Return the names of the options, without dashes, and of the subcommands."""
         names = {action.dest for action in self._actions} | self._subcommands().keys()
         return {name for name in names if name.rpartition(".")[2] != "help" and name != argparse.SUPPRESS}
 
@@ -129,7 +130,7 @@ class TrainerParser(ArgumentParser):  # type: ignore[misc]
             ArgumentError: see :meth:`error`.
         """
         prefix = f"{self.env_prefix}_".upper()
-        known = {f"{prefix}{name.replace('.', '__').upper()}" for name in self._option_names()}
+        known = {f"{prefix}{name.replace('.', '__').upper()}" for name in self.option_names()}
         for name in os.environ:
             if name.startswith(prefix) and name not in known:
                 self.error(f"the environment variable {name} names no option{did_you_mean(name, known)}")
