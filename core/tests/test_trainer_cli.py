@@ -448,6 +448,8 @@ def test_environment_variables(monkeypatch):
     monkeypatch.setenv("APP_HOME", "of another program's")
     cli.run(["fit", "--data.batch_size=8"])
     assert (cli.model.lr, cli.datamodule.batch_size) == (0.75, 8)
+    cli.run(["fit", write("c.yaml", "model: {lr: 0.25}")])
+    assert cli.model.lr == 0.25
     monkeypatch.setenv("APP_FIT__MODEL__L", "0.75")
     with pytest.raises(
         ConfigurationError, match="APP_FIT__MODEL__L names no option; did you mean 'APP_FIT__MODEL__LR'"
