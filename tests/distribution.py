@@ -37,7 +37,7 @@ SLOW: Final = {
     "tests/test_docs_site.py": 85, "plugins/parallel/tests/test_odd_models.py": 70,
     "plugins/parallel/tests/test_launch.py": 70,
     "plugins/bagua/tests/test_conformance.py": 55, "core/tests/test_meeting_ranks.py": 55,
-    "core/tests/test_trainer_ddp_failures.py": 130,
+    "core/tests/test_trainer_ddp_failures.py": 130, "tests/test_configure.py": 90, "core/tests/test_trainer_cli.py": 70,
 }  # fmt: skip
 """Seconds of one worker in the files of few and costly tests, as the end of a session lists them; about is enough."""
 

@@ -25,5 +25,6 @@ from torchhal.trainer.callbacks import ProgressBar as ProgressBar
 from torchhal.trainer.callbacks import StochasticWeightAveraging as StochasticWeightAveraging
 from torchhal.trainer.callbacks import Timer as Timer
 from torchhal.trainer.callbacks import WeightAveraging as WeightAveraging
+from torchhal.trainer_cli import TrainerCLI as TrainerCLI
 
 __version__: str

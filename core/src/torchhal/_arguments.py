@@ -73,7 +73,7 @@ def check_interval(name: str, value: Any) -> int | float | timedelta:
         return int(value)
     if isinstance(value, float) and 0.0 < value <= 1.0:
         return value
-    if isinstance(value, timedelta | dict) or (isinstance(value, str) and ":" in value):
+    if isinstance(value, timedelta | Mapping) or (isinstance(value, str) and ":" in value):
         duration = check_duration(name, value)
         assert duration is not None
         return duration
@@ -115,7 +115,7 @@ def check_duration(name: str, value: Any) -> timedelta | None:
     result: timedelta | None = None
     if isinstance(value, timedelta):
         result = value
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         try:
             result = timedelta(**value)
         except (TypeError, ValueError, OverflowError):

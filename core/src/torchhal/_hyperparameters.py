@@ -86,7 +86,7 @@ def _to_plain(value: Any) -> Any:
         return _stand_in("flag", type=_name_of(type(value)), value=value.value)
     if isinstance(value, Enum):  # before what it may be as well, a str or an int
         return _stand_in("enum", type=_name_of(type(value)), name=value.name)
-    if _from_omegaconf(value):
+    if is_omegaconf(value):
         from omegaconf import OmegaConf
 
         return _stand_in("omegaconf", value=_to_plain(OmegaConf.to_container(value, resolve=False)))
@@ -199,7 +199,8 @@ def _stand_in(kind: str, **parts: Any) -> dict[str, Any]:
     return {_KIND: kind, **parts}
 
 
-def _from_omegaconf(value: Any) -> bool:
+def is_omegaconf(value: Any) -> bool:
+    """Return whether ``value`` is a container of OmegaConf's, as Hydra hands them over."""
     omegaconf = sys.modules.get("omegaconf")
     return omegaconf is not None and isinstance(value, omegaconf.Container)
 

@@ -277,6 +277,7 @@ ATTRIBUTES: Final[Mapping[str, str]] = {
 NAMES: Final[Mapping[str, str]] = {
     "LightningModule": "torchhal.Module",
     "LightningDataModule": "torchhal.DataModule",
+    "LightningCLI": "torchhal.TrainerCLI",
     "TQDMProgressBar": "torchhal.ProgressBar",
     "RichProgressBar": "torchhal.ProgressBar",
     "TrainingArguments": "torchhal.Trainer, which takes each argument by its name",

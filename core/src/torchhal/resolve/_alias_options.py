@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torchhal._hyperparameters import is_omegaconf
 from torchhal.errors import ConfigurationError
 
 
@@ -41,6 +42,10 @@ def read_alias(argument: str, value: Any) -> Any:
     if len(value) != 1:
         raise ConfigurationError(f"{rule} (got {value!r})")
     ((alias, options),) = value.items()
+    if is_omegaconf(options):
+        from omegaconf import OmegaConf
+
+        options = OmegaConf.to_container(options, resolve=True)  # its lists and dicts go on to other libraries
     if not isinstance(alias, str) or alias.strip().lower() == "auto":
         raise ConfigurationError(f"{rule}, and no {alias!r} (got {value!r})")
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -52,7 +52,8 @@ class Adapters(RunPart[Any]):
 
     def adapt_request(self, request: Request) -> Request:
         """Return the hardware arguments with torchhal's parts in place of those of another framework."""
-        plugins = request.plugins if isinstance(request.plugins, list | tuple) else (request.plugins,)
+        several = isinstance(request.plugins, Sequence) and not isinstance(request.plugins, str)
+        plugins = request.plugins if several else (request.plugins,)
         parts = (request.accelerator, request.strategy, request.precision, *plugins)
         objects = [part for part in parts if not isinstance(part, str | int | Mapping | type | None)]
         for adapter in dict.fromkeys(filter(None, map(self.of, objects))):

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import nn
 
 from torchhal import _arguments as arguments
 from torchhal import registry
 from torchhal._overrides import implements
 from torchhal._text_table import format_table
+from torchhal.accelerators import Accelerator
+from torchhal.checkpoint import CheckpointIO
+from torchhal.cluster import ClusterEnvironment
 from torchhal.composition import Composable
 from torchhal.distributed.rendezvous import expect
 from torchhal.errors import ModelError
+from torchhal.precision import Precision
 from torchhal.registry._hints import ATTRIBUTES
 from torchhal.resolve import Request, check_fit, composition_of, resolve
+from torchhal.strategies import Strategy
 from torchhal.trainer import _checkpointing as checkpointing
 from torchhal.trainer import _trained_by as trained_by
 from torchhal.trainer._configure_optimizers import SchedulerConfig, configure_optimizers
@@ -26,13 +33,30 @@ from torchhal.trainer._launch import launch
 from torchhal.trainer._properties import TrainerProperties
 from torchhal.trainer._settings import RunSettings, Setting
 from torchhal.trainer._unknown_arguments import explain_unknown_arguments
+from torchhal.trainer.callbacks import Callback
 from torchhal.trainer.data._loaders import as_loaders, check_loader, check_training_loader
 from torchhal.trainer.data._sources import DataSources, check_datamodule, check_no_second, find_source
+from torchhal.trainer.loggers import Logger
 from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
 from torchhal.trainer.loops._fit_loop import FitLoop
+from torchhal.trainer.profilers import Profiler
 from torchhal.trainer.run import Run
 
 _log = logging.getLogger("torchhal")
+
+# Command lines try the members of a union in their order: a dict of options before a class, a plain string last.
+AliasOptions = Mapping[str, Mapping[str, Any]]
+"""One alias with its options, ``{"zero3": {"cpu_offload": True}}``."""
+
+PluginPart = (
+    AliasOptions
+    | Precision
+    | CheckpointIO
+    | ClusterEnvironment
+    | type[Precision | CheckpointIO | ClusterEnvironment]
+    | str
+)
+"""One of ``Trainer(plugins=[...])``."""
 
 
 class _RemovedMethod:
@@ -119,27 +143,27 @@ class Trainer(TrainerProperties):
     def __init__(
         self,
         *,
-        accelerator: Any = "auto",
-        strategy: Any = "auto",
+        accelerator: AliasOptions | Accelerator | type[Accelerator] | str = "auto",
+        strategy: AliasOptions | Strategy | type[Strategy] | str = "auto",
         devices: int | str | Sequence[int] = "auto",
         num_nodes: int | str = 1,
-        precision: Any = None,
-        plugins: Any = None,
-        logger: Any = True,
-        callbacks: Any = None,
+        precision: AliasOptions | Precision | type[Precision] | int | str | None = None,
+        plugins: Sequence[PluginPart] | PluginPart | None = None,
+        logger: bool | AliasOptions | Logger | Sequence[AliasOptions | Logger | str] | str | None = True,
+        callbacks: AliasOptions | Callback | Sequence[AliasOptions | Callback | str] | str | None = None,
         default_root_dir: str | os.PathLike[str] | None = None,
         max_epochs: int | None = None,
         min_epochs: int | None = None,
         max_steps: int = -1,
         min_steps: int | None = None,
-        max_time: str | timedelta | dict[str, int] | None = None,
+        max_time: str | timedelta | Mapping[str, float] | None = None,
         limit_train_batches: int | float | None = None,
         limit_val_batches: int | float | None = None,
         limit_test_batches: int | float | None = None,
         limit_predict_batches: int | float | None = None,
         overfit_batches: int | float = 0.0,
         fast_dev_run: int | bool = False,
-        val_check_interval: int | float | str | timedelta | dict[str, int] | None = None,
+        val_check_interval: int | float | str | timedelta | Mapping[str, float] | None = None,
         check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int | None = None,
         accumulate_grad_batches: int = 1,
@@ -156,7 +180,7 @@ class Trainer(TrainerProperties):
         deterministic: bool | str | None = False,
         benchmark: bool | None = None,
         detect_anomaly: bool = False,
-        profiler: Any = None,
+        profiler: Profiler | str | None = None,
     ) -> None:
         self.fast_dev_run = fast_dev_run
         self._set_limits(max_epochs, min_epochs, max_steps, min_steps, max_time)
@@ -267,11 +291,11 @@ class Trainer(TrainerProperties):
     @explain_unknown_arguments
     def fit(
         self,
-        model: Any,
+        model: nn.Module,
         train_dataloaders: Any = None,
         val_dataloaders: Any = None,
         datamodule: Any = None,
-        ckpt_path: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
     ) -> None:
         """Train ``model``.
 
@@ -313,13 +337,21 @@ class Trainer(TrainerProperties):
     @explain_unknown_arguments
     def validate(
         self,
-        model: Any = None,
+        model: nn.Module | None = None,
         dataloaders: Any = None,
-        ckpt_path: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
         verbose: bool = True,
         datamodule: Any = None,
     ) -> list[dict[str, float]]:
-        """Evaluate on the validation data; one dict of metrics per loader."""
+        """Evaluate on the validation data; one dict of metrics per loader.
+
+        Args:
+            model: as for :meth:`fit`; None: the one of the last call.
+            dataloaders: one loader or several; or a data module in this place.
+            ckpt_path: evaluate a checkpoint: a path, "best" or "last"; None: the model as it is.
+            verbose: print the metrics.
+            datamodule: gives the loaders instead.
+        """
         sources = DataSources(validate=dataloaders)
         result: list[dict[str, float]] = self._evaluate("validate", model, sources, datamodule, ckpt_path, verbose)
         return result
@@ -327,13 +359,21 @@ class Trainer(TrainerProperties):
     @explain_unknown_arguments
     def test(
         self,
-        model: Any = None,
+        model: nn.Module | None = None,
         dataloaders: Any = None,
-        ckpt_path: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
         verbose: bool = True,
         datamodule: Any = None,
     ) -> list[dict[str, float]]:
-        """Evaluate on the test data; one dict of metrics per loader. ``ckpt_path`` may be "best" or "last"."""
+        """Evaluate on the test data; one dict of metrics per loader.
+
+        Args:
+            model: as for :meth:`fit`; None: the one of the last call.
+            dataloaders: one loader or several; or a data module in this place.
+            ckpt_path: evaluate a checkpoint: a path, "best" or "last"; None: the model as it is.
+            verbose: print the metrics.
+            datamodule: gives the loaders instead.
+        """
         sources = DataSources(test=dataloaders)
         result: list[dict[str, float]] = self._evaluate("test", model, sources, datamodule, ckpt_path, verbose)
         return result
@@ -341,15 +381,22 @@ class Trainer(TrainerProperties):
     @explain_unknown_arguments
     def predict(
         self,
-        model: Any = None,
+        model: nn.Module | None = None,
         dataloaders: Any = None,
         datamodule: Any = None,
         return_predictions: bool = True,
-        ckpt_path: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
     ) -> list[Any] | None:
         """Return what ``predict_step`` returned for each batch, in the order of the dataset, from all ranks.
 
-        A list of lists with several loaders. ``return_predictions=False`` keeps nothing, for callbacks that write.
+        A list of lists with several loaders.
+
+        Args:
+            model: as for :meth:`fit`; None: the one of the last call.
+            dataloaders: one loader or several; or a data module in this place.
+            datamodule: gives the loaders instead.
+            return_predictions: False keeps nothing, for callbacks that write.
+            ckpt_path: predict with a checkpoint: a path, "best" or "last"; None: the model as it is.
         """
         keep = arguments.check_bool("return_predictions", return_predictions)
         sources = DataSources(predict=dataloaders, keep_predictions=keep)

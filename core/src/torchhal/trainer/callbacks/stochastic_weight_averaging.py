@@ -61,10 +61,10 @@ class StochasticWeightAveraging(Callback):
         avg_fn: Callable[[Tensor, Tensor, Tensor | int], Tensor] | None = None,
         device: torch.device | str | None = "cpu",
     ) -> None:
-        given = swa_lrs if isinstance(swa_lrs, list | tuple) else [swa_lrs]
+        given = list(swa_lrs) if isinstance(swa_lrs, Sequence) else [swa_lrs]
         if not given or not all(0 < check_number("swa_lrs", rate) < math.inf for rate in given):
             raise ValueError(f"'swa_lrs' must be a positive finite number, or a list of them (got {swa_lrs!r})")
-        self._swa_lrs = swa_lrs
+        self._swa_lrs: float | list[float] = given if isinstance(swa_lrs, Sequence) else swa_lrs
         if isinstance(swa_epoch_start, float) and not 0 <= swa_epoch_start <= 1:
             raise ValueError(f"'swa_epoch_start' must be an epoch or a share from 0.0 to 1.0 (got {swa_epoch_start!r})")
         self._swa_epoch_start: int | float = (
@@ -164,7 +164,7 @@ class StochasticWeightAveraging(Callback):
         """Let SWALR be the scheduler of the optimizer, once per epoch."""
         (optimizer,) = trainer.optimizers
         rates, groups = self._swa_lrs, len(optimizer.param_groups)
-        if isinstance(rates, list | tuple) and len(rates) != groups:
+        if isinstance(rates, list) and len(rates) != groups:
             raise ConfigurationError(
                 f"'swa_lrs' must hold a rate for each of the {groups} parameter group(s) (got {len(rates)})"
             )

@@ -40,7 +40,7 @@ class Timer(Callback):
     @explain_unknown_arguments
     def __init__(
         self,
-        duration: str | timedelta | dict[str, int] | None = None,
+        duration: str | timedelta | Mapping[str, float] | None = None,
         interval: str = "step",
         verbose: bool = True,
     ) -> None:

@@ -5,46 +5,34 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import MethodType
 from typing import Any
 
-import torch
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, class_from_function
+from jsonargparse import ActionConfigFile, Namespace, class_from_function
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchhal.trainer.adapters import implements
+from torchhal.trainer_cli import (
+    SUBCOMMANDS,
+    ReduceLROnPlateau,
+    TrainerParser,
+    with_schedule,
+)
 from torchhal_lightning.stand_in.pytorch.callbacks import Callback
 from torchhal_lightning.stand_in.pytorch.core import LightningDataModule, LightningModule
 from torchhal_lightning.stand_in.pytorch.trainer import Trainer
 from torchhal_lightning.stand_in.pytorch.utilities import get_filesystem, seed_everything
 
 ArgsType = list[str] | dict[str, Any] | Namespace | None
-OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
-LRSchedulerCallable = Callable[[Optimizer], LRScheduler]
 
 _AUTOMATIC = "AUTOMATIC"
 """Of an optimizer that the model's ``configure_optimizers`` returns, rather than an argument of the model."""
 
 
-class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    """torch's, with the name of the metric.
-
-    Args:
-        optimizer: of the model.
-        monitor: name of the metric.
-        args: of torch's.
-        kwargs: the same.
-    """
-
-    def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
-        super().__init__(optimizer, *args, **kwargs)
-        self.monitor = monitor
-
-
-class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
+class LightningArgumentParser(TrainerParser):
     """A parser whose options are the arguments of classes."""
 
     def __init__(self, *args: Any, description: str = "", env_prefix: str = "PL", **kwargs: Any) -> None:
@@ -261,13 +249,7 @@ class LightningCLI:
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Return the Trainer's methods that a command line may name, and their arguments that it doesn't set."""
-        evaluation = {"model", "dataloaders", "datamodule"}
-        return {
-            "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
-            "validate": evaluation,
-            "test": evaluation,
-            "predict": evaluation,
-        }
+        return {name: set(skip) for name, skip in SUBCOMMANDS.items()}
 
     def _add_subcommands(self, parser_kwargs: dict[str, Any]) -> None:
         added = self.parser.add_subcommands()
@@ -324,7 +306,7 @@ class LightningCLI:
 
     def instantiate_classes(self) -> None:
         """Make the data module, the model and the Trainer."""
-        self.config_init = self.parser.instantiate_classes(self.config)
+        self.config_init = self.parser.instantiate(self.config)
         self.datamodule = self._get(self.config_init, "data")
         self.model = self._get(self.config_init, "model")
         self._give_optimizers()
@@ -362,14 +344,7 @@ class LightningCLI:
             optimizer: of the command line.
             lr_scheduler: the same, or None.
         """
-        if lr_scheduler is None:
-            return optimizer
-        if isinstance(lr_scheduler, ReduceLROnPlateau):
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": lr_scheduler, "monitor": lr_scheduler.monitor},
-            }
-        return [optimizer], [lr_scheduler]
+        return with_schedule(optimizer, lr_scheduler)
 
     def _give_optimizers(self) -> None:
         """Let the model's ``configure_optimizers`` return what the command line names."""

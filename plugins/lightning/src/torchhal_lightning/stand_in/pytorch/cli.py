@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING, Any
 from torchhal_lightning.stand_in._missing import missing
 
 if TYPE_CHECKING or util.find_spec("jsonargparse"):
+    from torchhal.trainer_cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
     from torchhal_lightning.stand_in.pytorch._command_line import (
         ArgsType,
         LightningArgumentParser,
         LightningCLI,
-        LRSchedulerCallable,
-        OptimizerCallable,
-        ReduceLROnPlateau,
         SaveConfigCallback,
         instantiate_class,
     )
