@@ -45,7 +45,7 @@ class LedgerLogger(ServiceLogger):
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.loads(answer.read())
 
-    def _options(self):
+    def options(self):
         return {"url": self.url}
 
 

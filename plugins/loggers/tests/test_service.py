@@ -1,5 +1,6 @@
 """A ServiceLogger and a real service that is away, hangs, fails or refuses: nothing is lost, and no training waits."""
 
+import gc
 import json
 import os
 import pickle
@@ -8,12 +9,14 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from ledger import Ledger, LedgerLogger
 from logged_fit import Model
+from tiers import slow
 
 from torchhal import Trainer
 from torchhal_loggers import ServiceError
@@ -213,13 +216,40 @@ def test_a_fit_without_its_service_trains_as_with_it(ledger, tmp_path):
     done = fit_script(ledger, tmp_path, timeout=1)
     assert done.returncode == 0 and ", 1 warnings ledger can't be reached" in done.stdout, done.stderr
     ledger.start()
-    again = load(tmp_path / "experiment" / "version_0" / "ledger", 30)
-    assert again.send_kept() == 0 and len(ledger.steps()) == 18 and len(ledger.runs()) == 1
+    again = load(tmp_path / "experiment" / "version_0" / "ledger")
+    assert again.send_kept(30) == 0 and len(ledger.steps()) == 18 and len(ledger.runs()) == 1
 
 
+@slow
 def test_a_fit_asked_to_raise_ends(ledger, tmp_path):
     done = fit_script(ledger, tmp_path, "epochs=400", timeout=1, on_error="raise")
     assert done.returncode != 0 and "ServiceError: ledger can't be reached" in done.stderr
+
+
+def test_a_failed_run_is_not_kept_waiting(ledger, tmp_path):
+    ledger.start("hang")
+    logger = LedgerLogger(ledger.url, save_dir=tmp_path, timeout=60)
+    log(logger, [0])
+    start = time.monotonic()
+    with pytest.warns(UserWarning, match="has not taken everything within 5 s"):
+        logger.finalize("failed")
+    assert time.monotonic() - start < 20
+
+
+def test_a_logger_that_is_done_leaves_no_thread_and_can_go(ledger, tmp_path, monkeypatch):
+    monkeypatch.setattr("torchhal_loggers._sender._IDLE_S", 0.1)
+    ledger.start()
+    threads = threading.active_count()
+    logger = LedgerLogger(ledger.url, save_dir=tmp_path)
+    log(logger, range(3))
+    logger.finalize("success")
+    wait_until(lambda: threading.active_count() == threads)
+    log(logger, range(3, 6))
+    logger.finalize("success")
+    assert ledger.steps() == list(range(6))
+    gone = weakref.ref(logger)
+    del logger
+    wait_until(lambda: gc.collect() >= 0 and gone() is None)
 
 
 # -- what the service refuses ----------------------------------------------------------------------------------
@@ -260,6 +290,7 @@ def test_a_killed_fit_loses_nothing_and_goes_on_in_its_run(ledger, tmp_path):
     assert steps == [*range(1, 14), *range(1, 9)], "all of the first that was logged, and then the second"
 
 
+@slow
 @pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
 def test_in_processes_that_the_trainer_starts(ledger, tmp_path, strategy):
     ledger.start()

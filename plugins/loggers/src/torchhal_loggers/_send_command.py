@@ -39,7 +39,7 @@ def _send(folder: Path, timeout: float) -> int:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            left = load(folder, timeout).send_kept()
+            left = load(folder).send_kept(timeout)
     except (TorchhalError, OSError, ValueError, TypeError) as error:
         print(f"{folder}: {message_of(error)}", file=sys.stderr)
         return 1
@@ -49,7 +49,7 @@ def _send(folder: Path, timeout: float) -> int:
     return 1 if left else 0
 
 
-def load(folder: Path, timeout: float) -> ServiceLogger:
+def load(folder: Path) -> ServiceLogger:
     """Return a logger for the run whose records are in ``folder``.
 
     Raises:
@@ -64,7 +64,5 @@ def load(folder: Path, timeout: float) -> ServiceLogger:
     if not (isinstance(cls, type) and issubclass(cls, ServiceLogger)):
         raise ConfigurationError(f"{str(folder / 'run.json')!r} names {state['logger']!r}, which is no ServiceLogger")
     experiment = folder.parent.parent
-    made: ServiceLogger = cls(
-        **{**options, "save_dir": experiment.parent, "version": folder.parent.name, "timeout": timeout}
-    )
+    made: ServiceLogger = cls(**{**options, "save_dir": experiment.parent, "version": folder.parent.name})
     return made

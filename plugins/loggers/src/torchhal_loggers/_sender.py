@@ -10,6 +10,7 @@ from torchhal_loggers._outbox import Outbox, Record
 
 _BATCH: Final = 500
 _LONGEST_PAUSE_S: Final = 30.0
+_IDLE_S: Final = 10.0
 
 
 class Service(Protocol):
@@ -88,7 +89,9 @@ class Sender:
         pause = 0.0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._has_work)
+                if not self._changed.wait_for(lambda: self._has_work, _IDLE_S):
+                    self._thread = None  # the logger, and all that it holds, can go; or the next record starts another
+                    return
                 self._changed.wait_for(lambda: self._is_urgent, pause or self._service.interval_s)
                 self._has_work = self._is_urgent = False
             try:

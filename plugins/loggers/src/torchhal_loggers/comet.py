@@ -162,5 +162,5 @@ class CometLogger(ServiceLogger):
         experiment.end()
         self.disconnected()
 
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         return {"project": self.name, "workspace": self._workspace, "online": self._online, "name": self._display_name}

@@ -214,7 +214,7 @@ class MLflowLogger(ServiceLogger):
             self.note(f"has one name, {spelled!r}, for {self._spelled[spelled]!r} and {name!r}: rename one of them")
         return spelled
 
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         return {
             "experiment_name": self.name,
             "tracking_uri": self._uri if "@" not in (self._uri or "") else None,  # no password in the run's folder

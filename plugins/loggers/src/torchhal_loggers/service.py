@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from torchhal.errors import ConfigurationError, TorchhalError, message_of
 from torchhal.plugin import Availability
@@ -25,7 +25,8 @@ from torchhal_loggers._values import plain
 if TYPE_CHECKING:
     from torchhal.trainer.callbacks import ModelCheckpoint
 
-STATUSES = ("warn", "raise")
+_ON_ERROR: Final = ("warn", "raise")
+_AFTER_A_FAILURE_S: Final = 5.0
 
 
 class ServiceError(TorchhalError, RuntimeError):
@@ -89,7 +90,7 @@ class ServiceLogger(FolderLogger):
             raise TypeError(f"'prefix' must be a str (got {prefix!r})")
         if log_model not in (True, False, "all"):
             raise ValueError(f"'log_model' must be True, False or 'all' (got {log_model!r})")
-        if on_error not in STATUSES:
+        if on_error not in _ON_ERROR:
             raise ValueError(f"'on_error' must be 'warn' or 'raise' (got {on_error!r})")
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout < float("inf"):
             raise ValueError(f"'timeout' must be a number of seconds (got {timeout!r})")
@@ -97,6 +98,7 @@ class ServiceLogger(FolderLogger):
         self._log_model = log_model
         self._on_error = on_error
         self._timeout = float(timeout)
+        self._best: tuple[str, Any] | None = None
         self.check_credentials()
         self._start_in_process()
 
@@ -159,6 +161,14 @@ class ServiceLogger(FolderLogger):
         Raises:
             ConfigurationError: there is none.
         """
+
+    def options(self) -> dict[str, Any]:
+        """Return arguments of the constructor, as plain data and without secrets.
+
+        With these, and with ``save_dir`` and ``version``, ``torchhal send-logs`` makes the logger again, in a process
+        that knows nothing else of the run.
+        """
+        return {}
 
     def remembered(self) -> dict[str, Any]:
         """Return what was given to :meth:`remember`, by an earlier process too; empty at first."""
@@ -244,7 +254,7 @@ class ServiceLogger(FolderLogger):
         self._report()
 
     def finalize(self, status: str) -> None:
-        """Send what is left, for ``timeout`` seconds at most."""
+        """Send what is left, for ``timeout`` seconds at most; for five where a run fails, whose end others wait for."""
         if not is_rank_zero() or self._outbox is None or self._process != os.getpid():
             return
         if self._log_model is True and self._best is not None and self._best[0]:
@@ -254,9 +264,10 @@ class ServiceLogger(FolderLogger):
 
     def _drain(self, status: str) -> None:
         sender = self._thread_of_sender()
-        self._waits = not sender.drain(self._timeout, status)
+        timeout = self._timeout if status == "success" else min(self._timeout, _AFTER_A_FAILURE_S)
+        self._waits = not sender.drain(timeout, status)
         if self._waits and sender.failure is None:
-            self._fail(f"has not taken everything within timeout={self._timeout:g} s. {self._what_to_do()}")
+            self._fail(f"has not taken everything within {timeout:g} s (timeout=...). {self._what_to_do()}")
         self._report()
 
     # -- records -----------------------------------------------------------------------------------------------
@@ -282,7 +293,7 @@ class ServiceLogger(FolderLogger):
 
     def _open_outbox(self) -> Outbox:
         outbox = Outbox(self.service_dir)
-        self.remember(logger=f"{type(self).__module__}:{type(self).__qualname__}", options=self._options())
+        self.remember(logger=f"{type(self).__module__}:{type(self).__qualname__}", options=self.options())
         return outbox
 
     def _append_png(self, pictures: Mapping[str, bytes], step: int | None) -> None:
@@ -362,7 +373,7 @@ class ServiceLogger(FolderLogger):
     def _report(self) -> None:
         """Say once that the service is away, and each note."""
         sender = self._sender
-        if sender is not None and sender.failure is not None:
+        if sender is not None and sender.failure is not None and not self._said_failure:
             self._fail(f"can't be reached ({message_of(sender.failure)}). {self._what_to_do()}")
         if self._refused and self._on_error == "raise":
             raise ServiceError(f"{self.service} has refused {next(iter(self._refused.values()))}")
@@ -383,16 +394,17 @@ class ServiceLogger(FolderLogger):
             if self._on_error == "warn":
                 self.note(f"has refused {self._refused[kind]}. The rest is sent without it")
 
-    def send_kept(self) -> int:
-        """Send what an earlier process couldn't, and return how many records the service still doesn't have."""
+    def send_kept(self, timeout: float) -> int:
+        """Send what an earlier process couldn't, and return how many records the service still doesn't have.
+
+        Args:
+            timeout: how many seconds to wait at most.
+        """
+        self._timeout = timeout
         self._outbox = Outbox(self.service_dir)
         if not self._outbox.is_empty:
-            self._drain("interrupted")
+            self._drain("success")
         return self._outbox.count_unsent()
-
-    def _options(self) -> dict[str, Any]:
-        """Return the arguments of the constructor with which another process can send to the same run."""
-        return {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which connects by itself: files and threads stay with this process."""
@@ -404,8 +416,6 @@ class ServiceLogger(FolderLogger):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start_in_process()
-
-    _best: tuple[str, Any] | None = None
 
 
 def _changed(path: str) -> float:

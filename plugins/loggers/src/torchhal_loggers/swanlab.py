@@ -132,7 +132,7 @@ class SwanLabLogger(ServiceLogger):
         experiment.finish()
         self.disconnected()
 
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         return {
             "mode": self._mode,
             **{key: self._init_options[key] for key in ("project", "workspace", "group", "tags", "name")},

@@ -133,7 +133,7 @@ class TrackioLogger(ServiceLogger):
         experiment.finish()
         self.disconnected()
 
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         return {
             "name": self._display_name,
             **{key: self._init_options[key] for key in ("project", "group", "space_id")},

@@ -204,7 +204,7 @@ class WandbLogger(ServiceLogger):
             _made.pop((os.getpid(), experiment.id), None)
             self.disconnected()
 
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         return {
             "mode": self._mode,
             **{key: self._init_options[key] for key in ("project", "entity", "group", "tags", "name")},
