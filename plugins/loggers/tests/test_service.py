@@ -16,7 +16,6 @@ import pytest
 import torch
 from ledger import Ledger, LedgerLogger
 from logged_fit import Model
-from tiers import slow
 
 from torchhal import Trainer
 from torchhal_loggers import ServiceError
@@ -220,7 +219,7 @@ def test_a_fit_without_its_service_trains_as_with_it(ledger, tmp_path):
     assert again.send_kept(30) == 0 and len(ledger.steps()) == 18 and len(ledger.runs()) == 1
 
 
-@slow
+@pytest.mark.slow
 def test_a_fit_asked_to_raise_ends(ledger, tmp_path):
     done = fit_script(ledger, tmp_path, "epochs=400", timeout=1, on_error="raise")
     assert done.returncode != 0 and "ServiceError: ledger can't be reached" in done.stderr
@@ -290,7 +289,7 @@ def test_a_killed_fit_loses_nothing_and_goes_on_in_its_run(ledger, tmp_path):
     assert steps == [*range(1, 14), *range(1, 9)], "all of the first that was logged, and then the second"
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
 def test_in_processes_that_the_trainer_starts(ledger, tmp_path, strategy):
     ledger.start()
