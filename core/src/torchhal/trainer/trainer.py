@@ -26,6 +26,7 @@ from torchhal.trainer._launch import launch
 from torchhal.trainer._properties import TrainerProperties
 from torchhal.trainer._settings import RunSettings, Setting
 from torchhal.trainer._unknown_arguments import explain_unknown_arguments
+from torchhal.trainer.callbacks import Callback
 from torchhal.trainer.data._loaders import as_loaders, check_loader, check_training_loader
 from torchhal.trainer.data._sources import DataSources, check_datamodule, check_no_second, find_source
 from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
@@ -412,6 +413,9 @@ class Trainer(TrainerProperties):
         if not optimizers:
             run.warn_once(f"{type(run.module).__name__}.configure_optimizers returned None: nothing is optimized")
         run.trained_by = trained_by.describe(optimizers, configs, run.module)
+        for callback in run.callbacks:
+            if isinstance(callback, Callback):
+                callback._look_at_optimizers(self, run.module, optimizers)
         return optimizers, configs
 
     # -- messages --------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torchhal._arguments import check_bool, check_count
 from torchhal.trainer._unknown_arguments import explain_unknown_arguments
 from torchhal.trainer.callbacks._progress_lines import ProgressLines
+from torchhal.trainer.callbacks._terminal_lines import is_terminal
 from torchhal.trainer.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -65,6 +66,11 @@ class ProgressBar(Callback):
     def is_drawn(self) -> bool:
         """True while a bar stands on the last line."""
         return self._train is not None or self._evaluation is not None
+
+    @property
+    def line_break(self) -> str:
+        """What ends the line of the bars, for a message that is written beside ``sys.stderr``; empty without one."""
+        return "\n" if self.is_drawn else ""
 
     def print(self, *values: Any, sep: str = " ", end: str = "\n", file: Any = None) -> None:
         """Print ``values`` above the bars, with the arguments of the builtin ``print``."""
@@ -191,13 +197,16 @@ class ProgressBar(Callback):
     def _open(self, trainer: Trainer, title: str, *, leave: bool, total: int | None = None) -> Any:
         if not self.is_enabled or not trainer.is_global_zero or sys.stderr is None:
             return None
-        kind = _tqdm()
-        self._is_live = _is_live(kind)
-        if not self._is_live:
-            kind = ProgressLines
+        self._is_live = _is_notebook() or is_terminal(sys.stderr)
         self._interval = _INTERVAL_S if self._is_live else max(self._interval, _INTERVAL_IN_FILE_S)
         self._next_draw = time.monotonic() + self._interval
-        return kind(
+        if not self._is_live:
+            return ProgressLines(desc=title, total=total, leave=leave, file=sys.stderr)
+        return self._make_bar(title, total, leave)
+
+    def _make_bar(self, title: str, total: int | None, leave: bool) -> Any:
+        """Return a bar that draws over itself, with the methods of ``ProgressLines``."""
+        return _tqdm()(
             desc=title,
             total=total,
             leave=leave,
@@ -226,9 +235,9 @@ def _total(batches: Any) -> int | None:
     return None if math.isinf(total) or not total else int(total)
 
 
-def _is_live(kind: Any) -> bool:
-    """Return whether a refresh draws over the previous one, as in a terminal or a notebook."""
-    return "notebook" in kind.__mro__[1].__module__ or bool(getattr(sys.stderr, "isatty", lambda: False)())
+def _is_notebook() -> bool:
+    """Return whether tqdm draws widgets here."""
+    return "notebook" in _tqdm().__mro__[1].__module__
 
 
 @lru_cache(maxsize=1)

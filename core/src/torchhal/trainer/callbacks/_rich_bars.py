@@ -1,0 +1,103 @@
+"""Draw progress bars by rich at the bottom of a terminal, without a thread."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from rich.console import Console, Group, RenderableType
+from rich.progress_bar import ProgressBar as Bar
+from rich.table import Table
+from rich.text import Text
+
+from torchhal.trainer.callbacks._progress_lines import MeasuredBatches
+from torchhal.trainer.callbacks._terminal_lines import ERASE, TerminalLines, at_rest
+
+_SHORTEST_BAR = 10
+
+
+class RichBars:
+    """The bars that stand one below the other, and below them the values of metrics.
+
+    What this process prints meanwhile goes above them, see :class:`TerminalLines`, until :meth:`close`.
+    """
+
+    def __init__(self) -> None:
+        self._stream = sys.stderr
+        self._lines = TerminalLines(self.drawn)
+        self._console = Console(file=self._stream, force_terminal=True, highlight=False)
+        self._bars: list[RichBar] = []
+        self._drawn = ""
+        self._process = os.getpid()
+
+    def drawn(self) -> str:
+        """Return what is drawn, with control codes; nothing in a process that was forked from this one."""
+        return self._drawn if os.getpid() == self._process else ""
+
+    def close(self) -> None:
+        """Put ``sys.stdout`` and ``sys.stderr`` back."""
+        self._lines.restore()
+
+    def add(self, bar: RichBar) -> None:
+        """Draw ``bar`` from now on, below the others."""
+        self._bars.append(bar)
+        self.draw()
+
+    def remove(self, bar: RichBar) -> None:
+        """Draw ``bar`` no longer; where it is to be left, it stays as it is now above the others."""
+        self._bars.remove(bar)
+        left = f"{self._rendered([bar])}\n" if bar.leave else ""
+        self.draw(above=left)
+
+    def draw(self, above: str = "") -> None:
+        """Draw all bars anew, below the lines ``above``."""
+        self._drawn = at_rest(self._rendered(self._bars)) if self._bars else ""
+        self._stream.write(f"{self._lines.break_line()}{ERASE}{above}{self._drawn}")
+        self._stream.flush()
+
+    def _rendered(self, bars: list[RichBar]) -> str:
+        """Return ``bars`` as text with colours, of fewer lines than the terminal has."""
+        table = Table.grid(padding=(0, 1), expand=True)
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True, justify="right", min_width=4)
+        table.add_column(ratio=1, min_width=_SHORTEST_BAR)
+        for _ in range(3):
+            table.add_column(no_wrap=True, justify="right")
+        for bar in bars:
+            table.add_row(*bar.cells())
+        values = next((bar.values for bar in bars if bar.values), "")
+        parts: list[RenderableType] = [table, Text(values, style="bright_black")] if values else [table]
+        with self._console.capture() as capture:
+            self._console.print(Group(*parts))
+        lines = capture.get().splitlines()
+        return "\n".join(lines[: max(1, self._console.height - 1)])
+
+
+class RichBar(MeasuredBatches):
+    """A bar among those of ``bars``, with the methods of a bar of tqdm that ``ProgressBar`` calls."""
+
+    def __init__(self, bars: RichBars, *, desc: str, total: int | None, leave: bool) -> None:
+        super().__init__(desc=desc, total=total, leave=leave)
+        self._bars = bars
+        bars.add(self)
+
+    def refresh(self) -> None:
+        """Draw it as it is now."""
+        self._bars.draw()
+
+    def close(self) -> None:
+        """End it: with ``leave`` it stays as it is, else it disappears."""
+        self._bars.remove(self)
+
+    def cells(self) -> tuple[RenderableType, ...]:
+        """Return title, share, bar, position, speed and times."""
+        share = f"{100 * self.n // self.total}%" if self.total else ""
+        remaining = self.remaining()
+        return (
+            Text(self.title, style="bold"),
+            Text(share),
+            Bar(total=self.total, completed=self.n, pulse=not self.total),
+            Text(f"{self.n:>{len(str(self.total))}}/{self.total}" if self.total else f"{self.n} batches"),
+            Text(self.speed()),
+            Text(f"{self.elapsed()} < {remaining}" if remaining else self.elapsed()),
+        )
