@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchhal.memory_estimate import ModelMemory, model_memory
 from torchhal.strategies._optimizer_trials import copy_optimizer, without_step_hooks
 
 
-def copy_to_meta(module: nn.Module) -> nn.Module:
+def copy_to_meta(module: nn.Module, shape_of: Callable[[nn.Parameter], torch.Size]) -> nn.Module:
     """Return a copy of ``module`` whose parameters and buffers have shapes and no memory.
 
     Modules and parameters that are used several times are so in the copy. All other attributes are shared with
     ``module``, so nothing else is copied and its forward must not be called. A parameter that has no shape yet is the
     same object.
+
+    Args:
+        module: a model.
+        shape_of: returns the shape of a parameter, of which a part may lie here.
     """
     modules: dict[int, nn.Module] = {}
     tensors: dict[int, torch.Tensor] = {}
@@ -33,24 +38,26 @@ def copy_to_meta(module: nn.Module) -> nn.Module:
 
     def tensor_on_meta(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in tensors:
-            tensors[id(tensor)] = _on_meta(tensor)
+            if isinstance(tensor, nn.Parameter):
+                tensors[id(tensor)] = (
+                    tensor
+                    if is_lazy(tensor)
+                    else nn.Parameter(
+                        torch.empty(shape_of(tensor), dtype=tensor.dtype, device="meta"), tensor.requires_grad
+                    )
+                )
+            else:
+                tensors[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return tensors[id(tensor)]
 
     return copied(module)
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    if nn.parameter.is_lazy(tensor):
-        return tensor
-    values = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
 
 
 def update_copy(on_meta: nn.Module, module: nn.Module) -> None:
     """Give the parameters of a copy the dtypes of those of ``module`` that have their names, and train the same."""
     copies = dict(on_meta.named_parameters())
     for name, parameter in module.named_parameters():
-        if name not in copies or nn.parameter.is_lazy(copies[name]):
+        if name not in copies or is_lazy(copies[name]):
             continue
         if (twin := copies[name]).dtype != parameter.dtype:
             twin.data = torch.empty(twin.shape, dtype=parameter.dtype, device="meta")
@@ -64,7 +71,9 @@ def copy_optimizers(on_meta: nn.Module, module: nn.Module, optimizers: Iterable[
         ValueError: an optimizer holds a tensor that is no parameter of ``module``.
     """
     copies = dict(on_meta.named_parameters())
-    twins = {parameter: copies[name] for name, parameter in module.named_parameters() if name in copies}
+    twins: dict[torch.Tensor, torch.Tensor] = {
+        parameter: copies[name] for name, parameter in module.named_parameters() if name in copies
+    }
     made = []
     for optimizer in optimizers:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]

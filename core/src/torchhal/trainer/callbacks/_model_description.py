@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from torchhal.accelerators import Accelerator
 from torchhal.memory_estimate import MemoryEstimate, bytes_of, format_bytes
@@ -133,7 +134,14 @@ class Shapes:
     reason: str = ""
 
 
-def find_shapes(module: nn.Module, max_depth: int, accelerator: Accelerator, device: torch.device) -> Shapes:
+def find_shapes(
+    module: nn.Module,
+    max_depth: int,
+    accelerator: Accelerator,
+    device: torch.device,
+    *,
+    whole_shape: Callable[[nn.Parameter], torch.Size] = lambda parameter: parameter.shape,
+) -> Shapes:
     """Return the shapes of the layers if ``module`` has an ``example_input_array``.
 
     Args:
@@ -141,16 +149,18 @@ def find_shapes(module: nn.Module, max_depth: int, accelerator: Accelerator, dev
         max_depth: of :func:`describe_model`.
         accelerator: of ``device``.
         device: the one whose random state is kept.
+        whole_shape: returns the shape of a parameter, of which a part may lie here.
     """
     if getattr(module, "example_input_array", None) is None:
         return Shapes({})
     if any(map(is_lazy, module.parameters())):
         return Shapes({}, "parameters have no shape until the first batch")
+    if any(whole_shape(parameter) != parameter.shape for parameter in module.parameters()):
+        return Shapes({}, "each rank has built a part of the parameters")
     try:
         return Shapes(layer_shapes(module, [name for name, _ in _layers(module, max_depth)], accelerator, device))
     except Exception as error:
-        said = (str(error).strip() or "no message").splitlines()[0]
-        return Shapes({}, f"forward(example_input_array) raised {type(error).__name__}: {said}")
+        return Shapes({}, f"forward(example_input_array) raised {first_line(error)}")
 
 
 def describe_model(
@@ -184,6 +194,11 @@ def describe_model(
     )
 
 
+def first_line(error: Exception) -> str:
+    """Return the class of an error and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+
+
 def _layers(module: nn.Module, max_depth: int) -> Iterable[tuple[str, nn.Module]]:
     for path, layer in module.named_modules():
         if path and (max_depth == -1 or path.count(".") < max_depth):
@@ -200,11 +215,6 @@ def _describe_layer(name: str, layer: Any, parameters: Sequence[nn.Parameter], *
         "partly" if len(trained) > 1 else "trainable" if True in trained else "frozen" if trained else "",
         *shapes,
     )
-
-
-def is_lazy(parameter: nn.Parameter) -> bool:
-    """Return whether the first batch decides the shape of a parameter."""
-    return bool(nn.parameter.is_lazy(parameter))
 
 
 def _count(parameters: Iterable[nn.Parameter]) -> int:

@@ -6,11 +6,12 @@ import contextlib
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchhal._arguments import check_count
@@ -26,7 +27,7 @@ from torchhal.trainer.callbacks._model_description import (
     Shapes,
     describe_model,
     find_shapes,
-    is_lazy,
+    first_line,
 )
 from torchhal.trainer.callbacks._terminal_lines import is_terminal
 from torchhal.trainer.callbacks.base import Callback
@@ -56,7 +57,8 @@ class ModelSummary(Callback):
         self._shapes = Shapes({})
         self._on_meta: nn.Module | None = None
         """The whole model, of which the strategy may leave a part in this process."""
-        self._optimizers: Sequence[Optimizer] = ()
+        self._optimizers: Sequence[Optimizer] | None = None
+        """Those that ``configure_optimizers`` returned, for ``_on_meta``; None without a call of it."""
         self._no_estimate = ""
 
     def _look_at_model(self, trainer: Trainer, module: Any) -> None:
@@ -64,9 +66,11 @@ class ModelSummary(Callback):
         if not self.max_depth:
             return
         strategy = trainer.strategy
-        self._shapes = find_shapes(module, self.max_depth, strategy.accelerator, strategy.root_device)
+        self._shapes = find_shapes(
+            module, self.max_depth, strategy.accelerator, strategy.root_device, whole_shape=strategy.parameter_shape
+        )
         with self._no_estimate_on_error():
-            self._on_meta = meta.copy_to_meta(module)
+            self._on_meta = meta.copy_to_meta(module, strategy.parameter_shape)
 
     def _look_at_optimizers(self, trainer: Trainer, module: Any, optimizers: Sequence[Optimizer]) -> None:
         if self._on_meta is None:
@@ -76,12 +80,12 @@ class ModelSummary(Callback):
             self._optimizers = meta.copy_optimizers(self._on_meta, module, optimizers)
 
     @contextlib.contextmanager
-    def _no_estimate_on_error(self) -> Any:
+    def _no_estimate_on_error(self) -> Iterator[None]:
+        """Keep the reason of what fails inside first: no model is refused because its memory can't be estimated."""
         try:
             yield
         except Exception as error:
-            said = (str(error).strip() or "no message").splitlines()[0]
-            self._no_estimate = self._no_estimate or f"{type(error).__name__}: {said}"
+            self._no_estimate = self._no_estimate or first_line(error)
 
     def on_fit_start(self, trainer: Trainer, module: Any) -> None:
         if self.max_depth and trainer.is_global_zero:
@@ -92,22 +96,19 @@ class ModelSummary(Callback):
         self._forget()  # of a fit that didn't start
 
     def _describe(self, trainer: Trainer, module: Any) -> ModelDescription:
-        whole, strategy = self._on_meta, trainer.strategy
+        strategy, whole = trainer.strategy, module if self._on_meta is None else self._on_meta
         estimate = None
-        if whole is not None:
-            with self._no_estimate_on_error():
+        with self._no_estimate_on_error():
+            if any(map(is_lazy, whole.parameters())):
+                self._no_estimate = "parameters have no shape until the first batch"
+            if not self._no_estimate:
                 meta.update_copy(whole, module)
-                if any(map(is_lazy, whole.parameters())):
-                    self._no_estimate = "parameters have no shape until the first batch"
-                else:
-                    memory = meta.measure(whole, self._optimizers)
-                    estimate = strategy.memory_per_rank(memory, trainer.world_size)
-        return describe_model(
-            module if whole is None else whole,
-            self.max_depth,
-            self._shapes,
-            RankMemory(strategy.display_name, trainer.world_size, estimate, self._no_estimate),
-        )
+                memory = meta.measure(whole, self._optimizers or ())
+                estimate = strategy.memory_per_rank(memory, trainer.world_size)
+                if self._optimizers is None:
+                    estimate = estimate.plus(0, "without the state of an optimizer that the strategy makes")
+        memory_of_ranks = RankMemory(strategy.display_name, trainer.world_size, estimate, self._no_estimate)
+        return describe_model(whole, self.max_depth, self._shapes, memory_of_ranks)
 
     def _show(self, trainer: Trainer, description: ModelDescription) -> None:
         width = shutil.get_terminal_size().columns if is_terminal(sys.stdout) else None
