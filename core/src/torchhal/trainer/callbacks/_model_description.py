@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -117,8 +119,17 @@ class ModelDescription:
         columns = len(COLUMNS) if any(layer.output for layer in self.layers) else len(COLUMNS) - 2
         return [row[:columns] for row in (COLUMNS, *rows)] if rows else []
 
-    def totals(self) -> list[str]:
-        """Return the lines below the table."""
+    def totals(self, width: int | None = None) -> list[str]:
+        """Return the lines below the table, wrapped to ``width`` characters if it is given."""
+        lines = self._totals()
+        if width is None:
+            return lines
+        # textwrap breaks at no other space than an ASCII one
+        joined = [re.sub(r"(\d) (?=[KMGT]iB|bytes)", "\\1\u00a0", line) for line in lines]
+        parts = [part for line in joined for part in textwrap.wrap(line, width, subsequent_indent="  ")]
+        return [part.replace("\u00a0", " ") for part in parts]
+
+    def _totals(self) -> list[str]:
         total = f"{self.trainable:,} trainable parameters, {self.frozen:,} frozen, {format_bytes(self.size)}"
         lines = [total + (" (without those that the first batch will shape)" if self.is_lazy else "")]
         if self.no_shapes:

@@ -55,6 +55,6 @@ class RichSummary(ModelSummary):
                 for row in rows[1:]:
                     table.add_row(*map(Text, row), style="bright_black" if "frozen" in row else "")
                 console.print(table)
-            for line in description.totals():
+            for line in description.totals(console.width):
                 console.print(Text(line))
         trainer.print(capture.get(), end="")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -134,15 +133,12 @@ def as_text(description: ModelDescription, width: int | None = None) -> str:
         width: that of the terminal, in characters. Where one table doesn't fit, the shapes are in a second one, and
             longer lines of the totals are wrapped. None: as wide as it comes.
     """
-    totals = description.totals()
-    if width is not None:
-        totals = [part for line in totals for part in textwrap.wrap(line, width, subsequent_indent="  ")]
     rows = description.rows()
     lines = _table(rows)
     if width is not None and lines and len(lines[1]) > width and len(rows[0]) > _BEFORE_SHAPES:
         shapes = _table([(row[0], *row[_BEFORE_SHAPES:]) for row in rows])
         lines = [*_table([row[:_BEFORE_SHAPES] for row in rows]), "", *shapes]
-    return "\n".join([*lines, *totals])
+    return "\n".join([*lines, *description.totals(width)])
 
 
 _BEFORE_SHAPES = COLUMNS.index("input")

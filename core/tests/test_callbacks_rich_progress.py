@@ -1,0 +1,342 @@
+"""RichProgress: what a terminal shows, what else is printed on it, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pickle
+import pty
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from quiet_trainer import make
+from terminal_screen import screen
+from torch import nn
+
+from torchhal import Callback, Module, Trainer, registry
+from torchhal.trainer.callbacks import ProgressBar, RichProgress
+from torchhal.trainer.callbacks._terminal_lines import LinesAbove
+
+BATCHES = [torch.ones(3, 2) for _ in range(4)]
+WIDTH = 80
+
+
+class Net(Module):
+    def __init__(self, say=lambda module, batch_idx: None, **values):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.say, self.values = say, values
+
+    def training_step(self, batch, batch_idx):
+        self.say(self, batch_idx)
+        self.log_dict({"loss": 0.25, **self.values}, prog_bar=True)
+        return self.layer(batch).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("score", 0.5, prog_bar=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx):
+        return batch
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Terminal(io.StringIO):
+    """A terminal as a stream, of which the test sees what was drawn at any time; inside it is stdout and stderr."""
+
+    def __enter__(self):
+        self.before = sys.stdout, sys.stderr
+        sys.stdout = sys.stderr = self
+        return self
+
+    def __exit__(self, *error):
+        self.after = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = self.before
+
+    def isatty(self):
+        return True
+
+    def lines(self):
+        return screen(self.getvalue())[0]
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """A terminal of 80 columns."""
+    for name, value in {"COLUMNS": str(WIDTH), "LINES": "24", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return Terminal()
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """Each batch is drawn."""
+    monkeypatch.setattr("torchhal.trainer.callbacks.progress._INTERVAL_S", 0.0)
+
+
+def bars(terminal):
+    """Return the lines of the terminal but those that the Trainer says."""
+    return [line for line in terminal.lines() if line and not line.startswith("torchhal: ")]
+
+
+def test_takes_the_place_of_the_progress_bar():
+    for callback in ("rich_progress", RichProgress(), {"rich_progress": {"leave": True}}):
+        trainer = Trainer(accelerator="cpu", callbacks=[callback], logger=False, enable_checkpointing=False)
+        assert isinstance(trainer.progress_bar_callback, RichProgress)
+        assert sum(isinstance(each, ProgressBar) for each in trainer.callbacks) == 1
+
+
+def test_what_stays_on_a_terminal(terminal):
+    trainer = make(RichProgress(), max_epochs=2, num_sanity_val_steps=1)
+    with terminal:
+        trainer.fit(Net(), BATCHES, BATCHES)
+        trainer.test(dataloaders=BATCHES, verbose=False)
+    epoch, values, testing, score = bars(terminal)
+    assert epoch.startswith("Epoch 1 100% ━━━") and "4/4" in epoch and "batches/s" in epoch and len(epoch) <= WIDTH
+    assert values == "loss=0.25, score=0.5" and score == "score=0.5"
+    assert testing.startswith("Testing 100% ━━━") and screen(terminal.getvalue())[1] == len(terminal.lines()) - 1
+
+
+def test_leave_keeps_each_epoch(terminal):
+    with terminal:
+        make(RichProgress(leave=True), max_epochs=2).fit(Net(), BATCHES)
+    assert [line.partition(" 100%")[0] for line in bars(terminal)] == ["Epoch 0", "loss=0.25", "Epoch 1", "loss=0.25"]
+
+
+def test_an_evaluation_is_drawn_below_the_epoch(terminal, often):
+    seen = []
+
+    class Looks(Net):
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            seen.append(bars(terminal))
+
+    with terminal:
+        make(RichProgress()).fit(Looks(), BATCHES, BATCHES)
+    epoch, validating, values = seen[2]
+    assert epoch.startswith("Epoch 0    100%") and validating.startswith("Validating  50%") and "2/4" in validating
+    assert values == "loss=0.25"
+
+
+def test_lines_go_above(terminal, often):
+    """Prints, warnings and logs of this process stand whole above the bars, which are drawn again at once."""
+    seen = []
+
+    def say(module, batch_idx):
+        if batch_idx == 2:
+            print("by print", "in one line")
+            module.print("by the Trainer")
+            print("to stderr", file=sys.stderr)
+            print("two\nlines")
+            logging.getLogger("test").warning("by a logger that has had stderr before")
+            seen.extend(bars(terminal))
+
+    handler = logging.StreamHandler(terminal)
+    terminal.fileno = lambda: 2
+    logging.getLogger("test").addHandler(handler)
+    try:
+        with terminal:
+            make(RichProgress()).fit(Net(say), BATCHES)
+    finally:
+        logging.getLogger("test").removeHandler(handler)
+    said = ["by print in one line", "by the Trainer", "to stderr", "two", "lines"]
+    said.append("by a logger that has had stderr before")
+    assert seen[:6] == said and seen[6].startswith("Epoch 0  50%") and seen[7:] == ["loss=0.25"]
+    assert bars(terminal)[:6] == said and handler.stream is terminal
+
+
+def test_a_line_of_another_process(terminal, often):
+    """It erases what is drawn, however many lines, and the next drawing stands below it."""
+    other = LinesAbove(terminal, str)
+    with terminal:
+        make(RichProgress()).fit(Net(lambda module, index: print("of rank 1,", index, file=other)), BATCHES, BATCHES)
+    assert bars(terminal)[:4] == [f"of rank 1, {index}" for index in range(4)]
+    assert bars(terminal)[4].startswith("Epoch 0 100%") and len(bars(terminal)) == 6
+
+
+def test_a_question_is_written_at_once(terminal, often):
+    """What is flushed without the end of its line, as that of ``input``, is on the terminal, and stays."""
+    seen = []
+
+    def say(module, batch_idx):
+        if batch_idx == 2:
+            print("(Pdb) ", end="", flush=True)
+            seen.extend(terminal.lines())
+
+    with terminal:
+        make(RichProgress()).fit(Net(say), BATCHES)
+    assert seen[-1] == "(Pdb)" and "(Pdb)" in bars(terminal)
+
+
+def test_many_values_wrap(terminal):
+    values = {f"a_rather_long_name_of_a_metric_{index}": float("nan") for index in range(5)}
+    with terminal:
+        make(RichProgress()).fit(Net(**values), BATCHES)
+    lines = bars(terminal)
+    assert max(map(len, lines)) <= WIDTH and " ".join(lines[1:]).count("=nan") == 5
+
+
+def test_no_more_lines_than_the_terminal(terminal, monkeypatch, often):
+    monkeypatch.setenv("LINES", "5")
+    seen = []
+
+    class Looks(Net):
+        def validation_step(self, batch, batch_idx):
+            seen.append(len(bars(terminal)))
+
+    with terminal:
+        make(RichProgress()).fit(Looks(**{f"{'long' * 15}_{index}": 1.0 for index in range(9)}), BATCHES, BATCHES)
+    assert max(seen) == 4
+
+
+@pytest.mark.parametrize(("variables", "colour"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_colour(terminal, monkeypatch, variables, colour):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with terminal:
+        make(RichProgress()).fit(Net(), BATCHES)
+    assert ("\x1b[38" in terminal.getvalue() or "\x1b[9" in terminal.getvalue()) == colour
+
+
+@pytest.mark.parametrize("kind", [ProgressBar, RichProgress])
+def test_lines_on_a_dumb_terminal(terminal, monkeypatch, kind):
+    monkeypatch.setenv("TERM", "dumb")
+    with terminal:
+        make(kind()).fit(Net(), BATCHES)
+    assert "\x1b" not in terminal.getvalue() and "\r" not in terminal.getvalue()
+    assert bars(terminal)[0].startswith("Epoch 0: 100% 4/4, ")
+
+
+def test_lines_in_a_file(capsys):
+    make(RichProgress(), max_epochs=2).fit(Net(), BATCHES, BATCHES)
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("torchhal: ")]
+    assert [line.partition(",")[0] for line in lines] == ["Epoch 0: 100% 4/4", "Epoch 1: 100% 4/4"]
+
+
+def test_output_in_a_file_stays_there(terminal, tmp_path, monkeypatch):
+    with (tmp_path / "out").open("w") as file, terminal:
+        monkeypatch.setattr(sys, "stdout", file)
+        make(RichProgress()).fit(Net(lambda module, index: print("hello", index)), BATCHES)
+    assert (tmp_path / "out").read_text() == "".join(f"hello {index}\n" for index in range(4))
+    assert "hello" not in terminal.getvalue()
+
+
+def test_switched_off(terminal):
+    disabled = RichProgress()
+    disabled.disable()
+    with terminal:
+        for bar in (disabled, RichProgress(refresh_rate=0)):
+            make(bar).fit(Net(), BATCHES)
+        assert terminal.getvalue() == ""
+        disabled.enable()
+        make(disabled).fit(Net(), BATCHES)
+    assert bars(terminal)[0].startswith("Epoch 0 100%")
+
+
+def test_streams_are_put_back(terminal):
+    def fails(module, batch_idx):
+        raise RuntimeError("broken")
+
+    bar = RichProgress()
+    with terminal, pytest.raises(RuntimeError, match="broken"):
+        make(bar).fit(Net(fails), BATCHES)
+    assert terminal.after == (terminal, terminal) and not bar.is_drawn
+
+
+def test_it_travels_and_starts_no_thread(terminal):
+    before = {thread.name for thread in threading.enumerate()}
+
+    class Pickles(Callback):
+        def on_train_batch_end(self, trainer, *args):
+            copy = pickle.loads(pickle.dumps(trainer.progress_bar_callback))
+            assert isinstance(copy, RichProgress) and not copy.is_drawn
+            assert {thread.name for thread in threading.enumerate()} - before <= {"torchhal-signals"}
+
+    with terminal:
+        make(RichProgress(), Pickles()).fit(Net(), BATCHES)
+
+
+def test_without_rich(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    with pytest.raises(ModuleNotFoundError, match=r"RichProgress needs the package rich.*pip install torchhal\[rich\]"):
+        RichProgress()
+
+
+def test_plugins_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *args: None)
+    for alias in ("rich_progress", "rich_summary"):
+        available = registry.find("callback", alias).availability()
+        assert not available and "'rich' is not installed" in available.reason
+
+
+RANKS = """
+import sys, time
+import torch
+from torch import nn
+from torchhal import Module, Trainer
+
+class Net(Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.02)
+        print(f"rank {self.global_rank} prints {batch_idx}")
+        print(f"rank {self.global_rank} warns {batch_idx}", file=sys.stderr)
+        self.log("loss", 0.25, prog_bar=True)
+        return self.layer(batch).mean()
+
+    def validation_step(self, batch, batch_idx):
+        print(f"rank {self.global_rank} validates {batch_idx}")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+if __name__ == "__main__":
+    data = torch.utils.data.DataLoader(torch.ones(60, 2), 2)
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy=sys.argv[1], max_epochs=1, val_check_interval=0.5, logger=False,
+        enable_checkpointing=False, enable_model_summary=False, callbacks=["rich_progress"], num_sanity_val_steps=0,
+    )
+    trainer.fit(Net(), data, data)
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork"])
+def test_ranks_on_one_terminal(tmp_path, strategy):
+    """Rank 0 draws, and not one line of either rank is torn or lost."""
+    script = tmp_path / "script.py"
+    script.write_text(RANKS)
+    master, slave = pty.openpty()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    command = [sys.executable, str(script), strategy]
+    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment, cwd=tmp_path)
+    os.close(slave)
+    written = b""
+    while True:
+        try:
+            piece = os.read(master, 65536)
+        except OSError:  # the last process has closed it
+            break
+        if not piece:
+            break
+        written += piece
+    os.close(master)
+    text = written.decode()
+    assert process.wait(60) == 0, text
+    lines = [line for line in screen(text)[0] if line and not line.startswith(("torchhal: ", "["))]
+    expected = {
+        f"rank {rank} {what} {index}" for rank in (0, 1) for what in ("prints", "warns", "validates")
+        for index in range(15)
+    }  # fmt: skip
+    assert expected <= set(lines)
+    assert [line.partition(" ━")[0] for line in lines if line not in expected] == ["Epoch 0 100%", "loss=0.25"]
