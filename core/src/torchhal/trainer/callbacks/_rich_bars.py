@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 from rich.console import Console, Group, RenderableType
 from rich.progress_bar import ProgressBar as Bar
 from rich.table import Table
@@ -19,24 +16,16 @@ _SHORTEST_BAR = 10
 class RichBars:
     """The bars that stand one below the other, and below them the values of metrics.
 
-    What this process prints meanwhile goes above them, see :class:`TerminalLines`, until :meth:`close`.
+    Args:
+        lines: those that are printed above.
     """
 
-    def __init__(self) -> None:
-        self._stream = sys.stderr
-        self._lines = TerminalLines(self.drawn)
-        self._console = Console(file=self._stream, force_terminal=True, highlight=False)
+    def __init__(self, lines: TerminalLines) -> None:
+        self._lines = lines
+        self._console = Console(file=lines.stderr, force_terminal=True, highlight=False)
         self._bars: list[RichBar] = []
-        self._drawn = ""
-        self._process = os.getpid()
-
-    def drawn(self) -> str:
-        """Return what is drawn, with control codes; nothing in a process that was forked from this one."""
-        return self._drawn if os.getpid() == self._process else ""
-
-    def close(self) -> None:
-        """Put ``sys.stdout`` and ``sys.stderr`` back."""
-        self._lines.restore()
+        self.drawn = ""
+        """What is drawn, with control codes."""
 
     def add(self, bar: RichBar) -> None:
         """Draw ``bar`` from now on, below the others."""
@@ -51,9 +40,10 @@ class RichBars:
 
     def draw(self, above: str = "") -> None:
         """Draw all bars anew, below the lines ``above``."""
-        self._drawn = at_rest(self._rendered(self._bars)) if self._bars else ""
-        self._stream.write(f"{self._lines.break_line()}{ERASE}{above}{self._drawn}")
-        self._stream.flush()
+        self.drawn = at_rest(self._rendered(self._bars)) if self._bars else ""
+        self._lines.begin()
+        self._lines.stderr.write(f"{ERASE}{above}{self.drawn}")
+        self._lines.stderr.flush()
 
     def _rendered(self, bars: list[RichBar]) -> str:
         """Return ``bars`` as text with colours, of fewer lines than the terminal has."""

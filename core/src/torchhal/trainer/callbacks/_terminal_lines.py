@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 ERASE = "\r\x1b[J"
@@ -25,7 +25,7 @@ def is_terminal(stream: Any) -> bool:
 def at_rest(lines: str) -> str:
     """Return ``lines`` with the control codes that put the cursor back on their first character."""
     above = lines.count("\n")
-    return f"{lines}\x1b[{above}A\r" if above else f"{lines}\r"
+    return f"{lines}\x1b[{above}A\r" if above else f"{lines}\r" if lines else ""
 
 
 class LinesAbove:
@@ -39,17 +39,21 @@ class LinesAbove:
     def __init__(self, stream: Any, drawn: Callable[[], str]) -> None:
         self._stream = stream
         self._drawn = drawn
+        self._process = os.getpid()
         self._begun = ""
         """The beginning of a line, which is not written yet."""
         self._in_line = False
         """Whether a line is written whose end has not come."""
+        self._is_closed = False
 
     def write(self, text: str) -> int:
         """Write the lines that end in ``text``, and keep what is left until its end or :meth:`flush` comes."""
-        lines, newline, rest = (self._begun + text).rpartition("\n")
-        self._begun = rest
+        if self._is_closed:
+            return int(self._stream.write(text))
+        lines, newline, self._begun = (self._begun + text).rpartition("\n")
         if newline:
-            self._stream.write(f"{'' if self._in_line else ERASE}{lines}\n{self._drawn()}")
+            drawn = self._drawn() if os.getpid() == self._process else ""  # a worker of a loader is a fork
+            self._stream.write(f"{self._start()}{lines}\n{drawn}")
             self._stream.flush()
             self._in_line = False
         return len(text)
@@ -57,14 +61,23 @@ class LinesAbove:
     def flush(self) -> None:
         """Write what is left too: the question of an ``input``, for example."""
         if self._begun:
-            self._stream.write(f"{'' if self._in_line else ERASE}{self._begun}")
+            self._stream.write(self._start() + self._begun)
             self._begun, self._in_line = "", True
         self._stream.flush()
 
-    def break_line(self) -> str:
-        """Return the newline that a line without its end needs before something is drawn."""
-        newline, self._in_line = "\n" if self._in_line else "", False
-        return newline
+    def begin(self) -> None:
+        """End a line whose end has not come, before something is drawn."""
+        if self._in_line:
+            self._stream.write("\n")
+            self._in_line = False
+
+    def close(self) -> None:
+        """Write what is left, and from now on everything as it comes."""
+        self.flush()
+        self._is_closed = True
+
+    def _start(self) -> str:
+        return "" if self._in_line else ERASE
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -80,8 +93,10 @@ class TerminalLines:
     """
 
     def __init__(self, drawn: Callable[[], str]) -> None:
+        self.stderr = sys.stderr
+        """The stream to draw on."""
         self._replaced: list[tuple[str, Any, LinesAbove]] = []
-        self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
+        self._handlers: list[tuple[logging.StreamHandler[Any], Any, LinesAbove]] = []
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if stream is None or not is_terminal(stream):
@@ -89,32 +104,34 @@ class TerminalLines:
             above = LinesAbove(stream, drawn)
             self._replaced.append((name, stream, above))
             setattr(sys, name, above)
-            for handler in _handlers_of(stream):
-                self._handlers.append((handler, handler.setStream(above)))
+            self._handlers += [(each, each.setStream(above), above) for each in _handlers_of(stream)]
 
-    def break_line(self) -> str:
-        """Return the newline that a line without its end needs before something is drawn."""
-        return "".join(above.break_line() for _, _, above in self._replaced)
+    def begin(self) -> None:
+        """End lines whose ends have not come, before something is drawn."""
+        for _, _, above in self._replaced:
+            above.begin()
 
     def restore(self) -> None:
         """Put the streams back; one that was redirected since stays."""
         for name, stream, above in self._replaced:
-            above.flush()
+            above.close()
             if getattr(sys, name) is above:
                 setattr(sys, name, stream)
-        for handler, stream in self._handlers:
-            if isinstance(handler.stream, LinesAbove):
+        for handler, stream, above in reversed(self._handlers):
+            if handler.stream is above:
                 handler.setStream(stream)
 
 
-def _handlers_of(stream: Any) -> Iterator[logging.StreamHandler[Any]]:
-    """Yield the handlers that write to the file of ``stream``."""
+def _handlers_of(stream: Any) -> list[logging.StreamHandler[Any]]:
+    """Return the handlers that write to the file of ``stream``."""
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     handlers = {handler for logger in loggers for handler in getattr(logger, "handlers", ())}
     own = _descriptor(stream)
-    if own is not None:
-        writers = [handler for handler in handlers if isinstance(handler, logging.StreamHandler)]
-        yield from (handler for handler in writers if _descriptor(handler.stream) == own)
+    return [
+        handler
+        for handler in handlers
+        if isinstance(handler, logging.StreamHandler) and own is not None and _descriptor(handler.stream) == own
+    ]
 
 
 def _descriptor(stream: Any) -> int | None:

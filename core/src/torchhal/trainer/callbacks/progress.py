@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torchhal._arguments import check_bool, check_count
 from torchhal.trainer._unknown_arguments import explain_unknown_arguments
 from torchhal.trainer.callbacks._progress_lines import ProgressLines
-from torchhal.trainer.callbacks._terminal_lines import is_terminal
+from torchhal.trainer.callbacks._terminal_lines import ERASE, TerminalLines, at_rest, is_terminal
 from torchhal.trainer.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -27,10 +27,13 @@ _LONGEST_INTERVAL_S = 60.0
 class ProgressBar(Callback):
     """Callback that draws a bar for training, with the values of ``prog_bar=True``, and for each evaluation.
 
-    It draws on rank 0 only. A batch costs one read of the clock: the bar is drawn, and values are fetched from the
-    device, at most ten times a second on a terminal, and when an epoch ends. That makes 5 microseconds a step
-    (benchmarks/trainer_step.py, the row "bar", on a step of 93 microseconds). Into a file it writes whole lines: when
-    an epoch ends, and during longer ones after 5, 10, 20, 40 and 80 seconds, then each minute.
+    It draws on rank 0 only. What any rank prints meanwhile, warns or logs by Python goes above the bars, line by line;
+    what C code writes to the terminal doesn't. In a notebook the bars are widgets if ipywidgets is installed.
+
+    A batch costs one read of the clock: the bar is drawn, and values are fetched from the device, at most ten times a
+    second on a terminal, and when an epoch ends. That makes 5 microseconds a step (benchmarks/trainer_step.py, the row
+    "bar", on a step of 93 microseconds). Into a file it writes whole lines: when an epoch ends, and during longer ones
+    after 5, 10, 20, 40 and 80 seconds, then each minute.
 
     Args:
         refresh_rate: draw at most every so many batches; 0 draws nothing.
@@ -48,6 +51,7 @@ class ProgressBar(Callback):
         self._next_draw = 0.0
         self._interval = _INTERVAL_S
         self._is_live = True
+        self._lines: TerminalLines | None = None
 
     def disable(self) -> None:
         """Draw nothing from now on."""
@@ -69,19 +73,19 @@ class ProgressBar(Callback):
 
     @property
     def line_break(self) -> str:
-        """What ends the line of the bars, for a message that is written beside ``sys.stderr``; empty without one."""
-        return "\n" if self.is_drawn else ""
+        """What to write before a line that goes to the terminal past ``sys.stderr``; empty if no bar is in its way."""
+        return ERASE if self.is_drawn and self._lines is not None else ""
 
     def print(self, *values: Any, sep: str = " ", end: str = "\n", file: Any = None) -> None:
         """Print ``values`` above the bars, with the arguments of the builtin ``print``."""
-        if not self.is_drawn or not self._is_live or (file or sys.stdout) is None:
-            print(*values, sep=sep, end=end, file=file)
+        if self.is_drawn and self._is_live and self._lines is None:
+            _tqdm().write(sep.join(map(str, values)), end=end, file=file or sys.stdout)  # a notebook
         else:
-            _tqdm().write(sep.join(map(str, values)), end=end, file=file or sys.stdout)
+            print(*values, sep=sep, end=end, file=file)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which has no bars: they are open files of this process."""
-        return {**self.__dict__, "_train": None, "_evaluation": None}
+        return {**self.__dict__, "_train": None, "_evaluation": None, "_lines": None}
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -115,8 +119,15 @@ class ProgressBar(Callback):
         bar.n = done
         values = trainer.progress_bar_metrics
         bar.set_postfix_str(", ".join(f"{name}={value:.4g}" for name, value in values.items()), refresh=False)
-        bar.refresh()
+        self._refresh(bar)
         self._schedule()
+
+    def _refresh(self, bar: Any) -> None:
+        if self._lines is not None:
+            self._lines.begin()
+            if bar is self._evaluation and self._train is not None:  # another rank's line may have erased both
+                self._train.refresh()
+        bar.refresh()
 
     def _schedule(self) -> None:
         """Set the time of the next drawing within a stage."""
@@ -138,7 +149,7 @@ class ProgressBar(Callback):
         if self._evaluation is None or time.monotonic() < self._next_draw or self._evaluated % self.refresh_rate:
             return
         self._evaluation.n = self._evaluated
-        self._evaluation.refresh()
+        self._refresh(self._evaluation)
         self._schedule()
 
     def _finish(self, trainer: Trainer) -> None:
@@ -147,7 +158,7 @@ class ProgressBar(Callback):
             bar.n = self._evaluated
             values = trainer.progress_bar_metrics
             bar.set_postfix_str(", ".join(f"{name}={value:.4g}" for name, value in values.items()), refresh=False)
-            bar.refresh()
+            self._refresh(bar)
         self._close_evaluation()
 
     def on_validation_start(self, trainer: Trainer, module: Any) -> None:
@@ -193,11 +204,18 @@ class ProgressBar(Callback):
 
     def teardown(self, trainer: Trainer, module: Any, stage: str) -> None:
         self._close()
+        if self._lines is not None:
+            self._lines.restore()
+            self._lines = None
 
     def _open(self, trainer: Trainer, title: str, *, leave: bool, total: int | None = None) -> Any:
-        if not self.is_enabled or not trainer.is_global_zero or sys.stderr is None:
+        if not self.is_enabled or sys.stderr is None:
             return None
-        self._is_live = _is_notebook() or is_terminal(sys.stderr)
+        if self._lines is None and is_terminal(sys.stderr):
+            self._lines = TerminalLines(self._drawn)
+        if not trainer.is_global_zero:
+            return None
+        self._is_live = self._lines is not None or _is_notebook()
         self._interval = _INTERVAL_S if self._is_live else max(self._interval, _INTERVAL_IN_FILE_S)
         self._next_draw = time.monotonic() + self._interval
         if not self._is_live:
@@ -212,10 +230,14 @@ class ProgressBar(Callback):
             leave=leave,
             position=1 if self._train is not None else 0,
             dynamic_ncols=True,
-            file=sys.stderr,
+            file=sys.stderr if self._lines is None else self._lines.stderr,
             mininterval=0,
             smoothing=0,
         )
+
+    def _drawn(self) -> str:
+        """Return what stands on the terminal, with the cursor on its first character."""
+        return at_rest("\n".join(str(bar) for bar in (self._train, self._evaluation) if bar is not None))
 
     def _close(self) -> None:
         self._close_evaluation()

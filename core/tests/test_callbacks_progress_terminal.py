@@ -1,4 +1,4 @@
-"""RichProgress: what a terminal shows, what else is printed on it, and that nothing of it stays."""
+"""ProgressBar and RichProgress on a terminal: what it shows, what else is printed on it, and that nothing stays."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from torchhal.trainer.callbacks._terminal_lines import LinesAbove
 
 BATCHES = [torch.ones(3, 2) for _ in range(4)]
 WIDTH = 80
+BOTH = pytest.mark.parametrize("kind", [ProgressBar, RichProgress])
+TITLE = {ProgressBar: "Epoch 0:", RichProgress: "Epoch 0 "}
 
 
 class Net(Module):
@@ -126,7 +128,8 @@ def test_an_evaluation_is_drawn_below_the_epoch(terminal, often):
     assert values == "loss=0.25"
 
 
-def test_lines_go_above(terminal, often):
+@BOTH
+def test_lines_go_above(terminal, often, kind):
     """Prints, warnings and logs of this process stand whole above the bars, which are drawn again at once."""
     seen = []
 
@@ -144,25 +147,36 @@ def test_lines_go_above(terminal, often):
     logging.getLogger("test").addHandler(handler)
     try:
         with terminal:
-            make(RichProgress()).fit(Net(say), BATCHES)
+            make(kind()).fit(Net(say), BATCHES)
     finally:
         logging.getLogger("test").removeHandler(handler)
     said = ["by print in one line", "by the Trainer", "to stderr", "two", "lines"]
     said.append("by a logger that has had stderr before")
-    assert seen[:6] == said and seen[6].startswith("Epoch 0  50%") and seen[7:] == ["loss=0.25"]
+    assert seen[:6] == said and seen[6].startswith(TITLE[kind]) and " 50%" in seen[6]
+    assert "loss=0.25" in seen[-1] and len(seen) == (8 if kind is RichProgress else 7)
     assert bars(terminal)[:6] == said and handler.stream is terminal
 
 
-def test_a_line_of_another_process(terminal, often):
+@BOTH
+def test_a_line_of_another_process(terminal, often, kind):
     """It erases what is drawn, however many lines, and the next drawing stands below it."""
-    other = LinesAbove(terminal, str)
+    other, seen = LinesAbove(terminal, str), []
+
+    class Prints(Net):
+        def validation_step(self, batch, batch_idx):
+            print("of rank 1,", batch_idx, file=other)
+            seen.append(bars(terminal))
+
     with terminal:
-        make(RichProgress()).fit(Net(lambda module, index: print("of rank 1,", index, file=other)), BATCHES, BATCHES)
-    assert bars(terminal)[:4] == [f"of rank 1, {index}" for index in range(4)]
-    assert bars(terminal)[4].startswith("Epoch 0 100%") and len(bars(terminal)) == 6
+        make(kind()).fit(Prints(), BATCHES, BATCHES)
+    said = [f"of rank 1, {index}" for index in range(4)]
+    assert seen == [said[: index + 1] for index in range(4)]
+    assert bars(terminal)[:4] == said and bars(terminal)[4].startswith(TITLE[kind])
+    assert len(bars(terminal)) == (6 if kind is RichProgress else 5)
 
 
-def test_a_question_is_written_at_once(terminal, often):
+@BOTH
+def test_a_question_is_written_at_once(terminal, often, kind):
     """What is flushed without the end of its line, as that of ``input``, is on the terminal, and stays."""
     seen = []
 
@@ -172,7 +186,7 @@ def test_a_question_is_written_at_once(terminal, often):
             seen.extend(terminal.lines())
 
     with terminal:
-        make(RichProgress()).fit(Net(say), BATCHES)
+        make(kind()).fit(Net(say), BATCHES)
     assert seen[-1] == "(Pdb)" and "(Pdb)" in bars(terminal)
 
 
@@ -206,7 +220,7 @@ def test_colour(terminal, monkeypatch, variables, colour):
     assert ("\x1b[38" in terminal.getvalue() or "\x1b[9" in terminal.getvalue()) == colour
 
 
-@pytest.mark.parametrize("kind", [ProgressBar, RichProgress])
+@BOTH
 def test_lines_on_a_dumb_terminal(terminal, monkeypatch, kind):
     monkeypatch.setenv("TERM", "dumb")
     with terminal:
@@ -221,31 +235,34 @@ def test_lines_in_a_file(capsys):
     assert [line.partition(",")[0] for line in lines] == ["Epoch 0: 100% 4/4", "Epoch 1: 100% 4/4"]
 
 
-def test_output_in_a_file_stays_there(terminal, tmp_path, monkeypatch):
+@BOTH
+def test_output_in_a_file_stays_there(terminal, tmp_path, monkeypatch, kind):
     with (tmp_path / "out").open("w") as file, terminal:
         monkeypatch.setattr(sys, "stdout", file)
-        make(RichProgress()).fit(Net(lambda module, index: print("hello", index)), BATCHES)
+        make(kind()).fit(Net(lambda module, index: print("hello", index)), BATCHES)
     assert (tmp_path / "out").read_text() == "".join(f"hello {index}\n" for index in range(4))
     assert "hello" not in terminal.getvalue()
 
 
-def test_switched_off(terminal):
-    disabled = RichProgress()
+@BOTH
+def test_switched_off(terminal, kind):
+    disabled = kind()
     disabled.disable()
     with terminal:
-        for bar in (disabled, RichProgress(refresh_rate=0)):
+        for bar in (disabled, kind(refresh_rate=0)):
             make(bar).fit(Net(), BATCHES)
         assert terminal.getvalue() == ""
         disabled.enable()
         make(disabled).fit(Net(), BATCHES)
-    assert bars(terminal)[0].startswith("Epoch 0 100%")
+    assert bars(terminal)[0].startswith(TITLE[kind])
 
 
-def test_streams_are_put_back(terminal):
+@BOTH
+def test_streams_are_put_back(terminal, kind):
     def fails(module, batch_idx):
         raise RuntimeError("broken")
 
-    bar = RichProgress()
+    bar = kind()
     with terminal, pytest.raises(RuntimeError, match="broken"):
         make(bar).fit(Net(fails), BATCHES)
     assert terminal.after == (terminal, terminal) and not bar.is_drawn
@@ -305,20 +322,23 @@ if __name__ == "__main__":
     data = torch.utils.data.DataLoader(torch.ones(60, 2), 2)
     trainer = Trainer(
         accelerator="cpu", devices=2, strategy=sys.argv[1], max_epochs=1, val_check_interval=0.5, logger=False,
-        enable_checkpointing=False, enable_model_summary=False, callbacks=["rich_progress"], num_sanity_val_steps=0,
+        enable_checkpointing=False, enable_model_summary=False, callbacks=[sys.argv[2]], num_sanity_val_steps=0,
     )
     trainer.fit(Net(), data, data)
 """
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork"])
-def test_ranks_on_one_terminal(tmp_path, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "bar"),
+    [("ddp", "rich_progress"), ("ddp_spawn", "rich_progress"), ("ddp_fork", "rich_progress"), ("ddp", "progress_bar")],
+)
+def test_ranks_on_one_terminal(tmp_path, strategy, bar):
     """Rank 0 draws, and not one line of either rank is torn or lost."""
     script = tmp_path / "script.py"
     script.write_text(RANKS)
     master, slave = pty.openpty()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
-    command = [sys.executable, str(script), strategy]
+    command = [sys.executable, str(script), strategy, bar]
     process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment, cwd=tmp_path)
     os.close(slave)
     written = b""
@@ -339,4 +359,6 @@ def test_ranks_on_one_terminal(tmp_path, strategy):
         for index in range(15)
     }  # fmt: skip
     assert expected <= set(lines)
-    assert [line.partition(" ━")[0] for line in lines if line not in expected] == ["Epoch 0 100%", "loss=0.25"]
+    drawn = [line for line in lines if line not in expected]
+    assert drawn[0].startswith("Epoch 0") and "100%" in drawn[0] and "loss=0.25" in drawn[-1]
+    assert len(drawn) == (2 if bar == "rich_progress" else 1)
