@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import logging
 import os
 import pickle
 import pty
+import struct
 import subprocess
 import sys
+import termios
 import threading
 
 import pytest
@@ -337,7 +340,8 @@ def test_ranks_on_one_terminal(tmp_path, strategy, bar):
     script = tmp_path / "script.py"
     script.write_text(RANKS)
     master, slave = pty.openpty()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, WIDTH, 0, 0))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"}
     command = [sys.executable, str(script), strategy, bar]
     process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment, cwd=tmp_path)
     os.close(slave)

@@ -22,7 +22,7 @@ class RichBars:
 
     def __init__(self, lines: TerminalLines) -> None:
         self._lines = lines
-        self._console = Console(file=lines.stderr, force_terminal=True, highlight=False)
+        self._console = Console(file=lines.drawing, force_terminal=True, highlight=False)
         self._bars: list[RichBar] = []
         self.drawn = ""
         """What is drawn, with control codes."""
@@ -42,8 +42,8 @@ class RichBars:
         """Draw all bars anew, below the lines ``above``."""
         self.drawn = at_rest(self._rendered(self._bars)) if self._bars else ""
         self._lines.begin()
-        self._lines.stderr.write(f"{ERASE}{above}{self.drawn}")
-        self._lines.stderr.flush()
+        self._lines.drawing.write(f"{ERASE}{above}{self.drawn}")
+        self._lines.drawing.emit()
 
     def _rendered(self, bars: list[RichBar]) -> str:
         """Return ``bars`` as text with colours, of fewer lines than the terminal has."""

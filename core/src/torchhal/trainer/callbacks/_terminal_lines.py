@@ -83,6 +83,38 @@ class LinesAbove:
         return getattr(self._stream, name)
 
 
+class Drawing:
+    """Text stream that keeps what is written until :meth:`emit`; all other attributes are those of ``stream``.
+
+    A drawing of several writes would be torn by a line of another process in between.
+
+    Args:
+        stream: a terminal.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._written: list[str] = []
+
+    def write(self, text: str) -> int:
+        """Keep ``text``."""
+        self._written.append(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def emit(self) -> None:
+        """Write all in one piece, and put the cursor at the start of its line."""
+        if self._written:
+            self._stream.write("".join([*self._written, "\r"]))
+            self._stream.flush()
+            self._written.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class TerminalLines:
     """Replaces ``sys.stdout`` and ``sys.stderr`` by :class:`LinesAbove`, for logging handlers that have them too.
 
@@ -93,7 +125,7 @@ class TerminalLines:
     """
 
     def __init__(self, drawn: Callable[[], str]) -> None:
-        self.stderr = sys.stderr
+        self.drawing = Drawing(sys.stderr)
         """The stream to draw on."""
         self._replaced: list[tuple[str, Any, LinesAbove]] = []
         self._handlers: list[tuple[logging.StreamHandler[Any], Any, LinesAbove]] = []

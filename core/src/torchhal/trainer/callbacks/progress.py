@@ -101,6 +101,7 @@ class ProgressBar(Callback):
             self._train.reset(total)
         if self._train is not None:  # a resumed epoch starts in the middle; its speed is measured from there
             self._train.initial = self._train.n = self._train.last_print_n = trainer.fit_loop.batches_done
+            self._emit()
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._train is None or time.monotonic() < self._next_draw or (batch_idx + 1) % self.refresh_rate:
@@ -128,6 +129,12 @@ class ProgressBar(Callback):
             if bar is self._evaluation and self._train is not None:  # another rank's line may have erased both
                 self._train.refresh()
         bar.refresh()
+        self._emit()
+
+    def _emit(self) -> None:
+        """Write what was drawn to the terminal, in one piece."""
+        if self._lines is not None:
+            self._lines.drawing.emit()
 
     def _schedule(self) -> None:
         """Set the time of the next drawing within a stage."""
@@ -220,7 +227,9 @@ class ProgressBar(Callback):
         self._next_draw = time.monotonic() + self._interval
         if not self._is_live:
             return ProgressLines(desc=title, total=total, leave=leave, file=sys.stderr)
-        return self._make_bar(title, total, leave)
+        bar = self._make_bar(title, total, leave)
+        self._emit()
+        return bar
 
     def _make_bar(self, title: str, total: int | None, leave: bool) -> Any:
         """Return a bar that draws over itself, with the methods of ``ProgressLines``."""
@@ -230,7 +239,7 @@ class ProgressBar(Callback):
             leave=leave,
             position=1 if self._train is not None else 0,
             dynamic_ncols=True,
-            file=sys.stderr if self._lines is None else self._lines.stderr,
+            file=sys.stderr if self._lines is None else self._lines.drawing,
             mininterval=0,
             smoothing=0,
         )
@@ -244,11 +253,13 @@ class ProgressBar(Callback):
         if self._train is not None:
             self._train.close()
             self._train = None
+        self._emit()
 
     def _close_evaluation(self) -> None:
         if self._evaluation is not None:
             self._evaluation.close()
             self._evaluation = None
+            self._emit()
 
 
 def _total(batches: Any) -> int | None:
