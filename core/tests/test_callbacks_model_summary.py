@@ -17,6 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torchhal import Callback, Module, Trainer
 from torchhal.trainer.callbacks import ModelSummary, RichSummary, summarize
 
+pytest.importorskip("rich")
+
 BATCHES = [torch.ones(4, 2)] * 3
 BOTH = pytest.mark.parametrize("kind", [ModelSummary, RichSummary])
 

@@ -24,6 +24,8 @@ from torchhal import Callback, Module, Trainer, registry
 from torchhal.trainer.callbacks import ProgressBar, RichProgress
 from torchhal.trainer.callbacks._terminal_lines import LinesAbove
 
+pytest.importorskip("rich")
+
 BATCHES = [torch.ones(3, 2) for _ in range(4)]
 WIDTH = 80
 BOTH = pytest.mark.parametrize("kind", [ProgressBar, RichProgress])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,9 @@ COLUMNS = ("name", "type", "parameters", "size", "trained", "input", "output")
 
 NUMBERS = ("parameters", "size")
 """Those of :data:`COLUMNS` that hold numbers."""
+
+_UNBROKEN = "\u00a0"
+"""A blank at which textwrap doesn't break a line."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class RankMemory:
     reason: str = ""
 
     def lines(self) -> list[str]:
-        """Return the estimate as text: a head, the parts, and what the numbers assume."""
+        """Return the estimate as text: a head, the parts, and what the numbers assume; no line breaks in a part."""
         ranks = "1 rank" if self.world_size == 1 else f"each of {self.world_size} ranks"
         head = f"memory of {ranks} (estimate for {self.strategy}, without activations): "
         if self.estimate is None:
@@ -79,7 +81,9 @@ class RankMemory:
             "temporary": self.estimate.temporary,
         }
         parts = ", ".join(
-            f"{name} {format_bytes(size)}" for name, size in held.items() if size or name in ("weights", "gradients")
+            f"{name} {format_bytes(size)}".replace(" ", _UNBROKEN)
+            for name, size in held.items()
+            if size or name in ("weights", "gradients")
         )
         note = [f"  ({self.estimate.note})"] if self.estimate.note else []
         return [f"{head}{format_bytes(self.estimate.peak)}", f"  {parts}", *note]
@@ -122,12 +126,9 @@ class ModelDescription:
     def totals(self, width: int | None = None) -> list[str]:
         """Return the lines below the table, wrapped to ``width`` characters if it is given."""
         lines = self._totals()
-        if width is None:
-            return lines
-        # textwrap breaks at no other space than an ASCII one
-        joined = [re.sub(r"(\d) (?=[KMGT]iB|bytes)", "\\1\u00a0", line) for line in lines]
-        parts = [part for line in joined for part in textwrap.wrap(line, width, subsequent_indent="  ")]
-        return [part.replace("\u00a0", " ") for part in parts]
+        if width is not None:
+            lines = [part for line in lines for part in textwrap.wrap(line, width, subsequent_indent="  ")]
+        return [line.replace(_UNBROKEN, " ") for line in lines]
 
     def _totals(self) -> list[str]:
         total = f"{self.trainable:,} trainable parameters, {self.frozen:,} frozen, {format_bytes(self.size)}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.console import Console, Group, RenderableType
 from rich.progress_bar import ProgressBar as Bar
 from rich.table import Table
@@ -22,7 +24,8 @@ class RichBars:
 
     def __init__(self, lines: TerminalLines) -> None:
         self._lines = lines
-        self._console = Console(file=lines.drawing, force_terminal=True, highlight=False)
+        stream: Any = lines.drawing
+        self._console = Console(file=stream, force_terminal=True, highlight=False)
         self._bars: list[RichBar] = []
         self.drawn = ""
         """What is drawn, with control codes."""
@@ -56,7 +59,7 @@ class RichBars:
         for bar in bars:
             table.add_row(*bar.cells())
         values = next((bar.values for bar in bars if bar.values), "")
-        parts: list[RenderableType] = [table, Text(values, style="bright_black")] if values else [table]
+        parts: list[RenderableType] = [table, Text(values)] if values else [table]
         with self._console.capture() as capture:
             self._console.print(Group(*parts))
         lines = capture.get().splitlines()
