@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,33 +25,38 @@ def copy_to_meta(module: nn.Module, shape_of: Callable[[nn.Parameter], torch.Siz
         module: a model.
         shape_of: returns the shape of a parameter, of which a part may lie here.
     """
-    modules: dict[int, nn.Module] = {}
-    tensors: dict[int, torch.Tensor] = {}
+    return _MetaCopy(shape_of).module(module)
 
-    def copied(part: nn.Module) -> nn.Module:
-        if id(part) not in modules:
-            new = modules[id(part)] = object.__new__(type(part))
-            vars(new).update(vars(part))
-            for kind, copy_one in (("_parameters", tensor_on_meta), ("_buffers", tensor_on_meta), ("_modules", copied)):
-                own = {name: None if one is None else copy_one(one) for name, one in getattr(part, kind).items()}
-                vars(new)[kind] = own
-        return modules[id(part)]
 
-    def tensor_on_meta(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in tensors:
-            if isinstance(tensor, nn.Parameter):
-                tensors[id(tensor)] = (
-                    tensor
-                    if is_lazy(tensor)
-                    else nn.Parameter(
-                        torch.empty(shape_of(tensor), dtype=tensor.dtype, device="meta"), tensor.requires_grad
-                    )
-                )
-            else:
-                tensors[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        return tensors[id(tensor)]
+class _MetaCopy:
+    """The modules and tensors that are copied so far, by the originals' ids."""
 
-    return copied(module)
+    def __init__(self, shape_of: Callable[[nn.Parameter], torch.Size]) -> None:
+        self._shape_of = shape_of
+        self._modules: dict[int, nn.Module] = {}
+        self._tensors: dict[int, torch.Tensor] = {}
+
+    def module(self, module: nn.Module) -> nn.Module:
+        if id(module) not in self._modules:
+            new = self._modules[id(module)] = object.__new__(type(module))
+            vars(new).update(vars(module))
+            for kind, copy in (("_parameters", self._tensor), ("_buffers", self._tensor), ("_modules", self.module)):
+                parts: dict[str, Any] = getattr(module, kind)
+                vars(new)[kind] = {name: None if part is None else copy(part) for name, part in parts.items()}
+        return self._modules[id(module)]
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._tensors:
+            self._tensors[id(tensor)] = self._on_meta(tensor)
+        return self._tensors[id(tensor)]
+
+    def _on_meta(self, tensor: torch.Tensor) -> torch.Tensor:
+        if is_lazy(tensor):
+            return tensor
+        if not isinstance(tensor, nn.Parameter):
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        values = torch.empty(self._shape_of(tensor), dtype=tensor.dtype, device="meta")
+        return nn.Parameter(values, tensor.requires_grad)
 
 
 def update_copy(on_meta: nn.Module, module: nn.Module) -> None:

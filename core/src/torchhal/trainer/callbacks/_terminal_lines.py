@@ -12,8 +12,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-ERASE = "\r\x1b[J"
-"""Control codes that erase from the start of the cursor's line to the end of the screen."""
+ERASE = "\r\x1b[J\r"
+"""Control codes that erase from the start of the cursor's line to the end of the screen.
+
+The second return is for programs that read a recorded terminal by lines."""
 
 
 def is_terminal(stream: Any) -> bool:
