@@ -163,13 +163,13 @@ def find_shapes(
         device: the one whose random state is kept.
         whole_shape: returns the shape of a parameter, of which a part may lie here.
     """
-    if getattr(module, "example_input_array", None) is None:
-        return Shapes({})
-    if any(map(is_lazy, module.parameters())):
-        return Shapes({}, "parameters have no shape until the first batch")
-    if any(whole_shape(parameter) != parameter.shape for parameter in module.parameters()):
-        return Shapes({}, "each rank has built a part of the parameters")
     try:
+        if getattr(module, "example_input_array", None) is None:
+            return Shapes({})
+        if any(map(is_lazy, module.parameters())):
+            return Shapes({}, "parameters have no shape until the first batch")
+        if any(whole_shape(parameter) != parameter.shape for parameter in module.parameters()):
+            return Shapes({}, "each rank has built a part of the parameters")
         return Shapes(layer_shapes(module, [name for name, _ in _layers(module, max_depth)], accelerator, device))
     except Exception as error:
         return Shapes({}, f"forward(example_input_array) raised {first_line(error)}")
