@@ -203,6 +203,14 @@ def test_many_values_wrap(terminal):
     assert max(map(len, lines)) <= WIDTH and " ".join(lines[1:]).count("=nan") == 5
 
 
+def test_no_value_is_cut(terminal):
+    """Beside a bar of tqdm stand those values that it has room for, and a bar of some length."""
+    with terminal:
+        make(ProgressBar()).fit(Net(**{f"metric_{index}": 0.125 for index in range(9)}), BATCHES)
+    (line,) = bars(terminal)
+    assert line.endswith(", loss=0.25, ...]") and "██████" in line.replace("#", "█") and len(line) <= WIDTH
+
+
 def test_no_more_lines_than_the_terminal(terminal, monkeypatch, often):
     monkeypatch.setenv("LINES", "5")
     seen = []

@@ -38,7 +38,10 @@ class MeasuredBatches:
     def speed(self) -> str:
         """Return the batches per second since the beginning; empty before the first."""
         took, done = self._seconds(), self.n - self.initial
-        return f"{done / took:.3g} batches/s" if done > 0 and took > 0 else ""
+        if done <= 0 or took <= 0:
+            return ""
+        rate = done / took
+        return f"{rate:.0f} batches/s" if rate >= 100 else f"{rate:.3g} batches/s"
 
     def elapsed(self) -> str:
         """Return the time since the beginning, such as ``"01:30"``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 import time
@@ -17,11 +18,14 @@ from torchhal.trainer.callbacks._terminal_lines import ERASE, TerminalLines, at_
 from torchhal.trainer.callbacks.base import Callback
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torchhal import Trainer
 
 _INTERVAL_S = 0.1
 _INTERVAL_IN_FILE_S = 5.0  # each refresh is a line there
 _LONGEST_INTERVAL_S = 60.0
+_WIDTH = 80  # of a terminal that doesn't say
 
 
 class ProgressBar(Callback):
@@ -118,10 +122,28 @@ class ProgressBar(Callback):
     def _draw_training(self, trainer: Trainer, done: int) -> None:
         bar = self._train
         bar.n = done
-        values = trainer.progress_bar_metrics
-        bar.set_postfix_str(", ".join(f"{name}={value:.4g}" for name, value in values.items()), refresh=False)
+        self._set_values(bar, trainer.progress_bar_metrics)
         self._refresh(bar)
         self._schedule()
+
+    def _set_values(self, bar: Any, metrics: Mapping[str, float]) -> None:
+        values = [f"{name}={value:.4g}" for name, value in metrics.items()]
+        bar.set_postfix_str(", ".join(self._fitting(bar, values)), refresh=False)
+
+    def _fitting(self, bar: Any, values: list[str]) -> list[str]:
+        """Return those of ``values`` that the bar's line has room for, one at least; tqdm would cut one in two."""
+        if self._lines is None:
+            return values
+        drawn = bar.format_dict
+        others = len(
+            bar.format_meter(**{**drawn, "ncols": None, "postfix": None})
+        )  # with a bar as long as ours at least
+        room = (drawn["ncols"] or _WIDTH) - others
+        count, text = len(values), ", ".join(["", *values])
+        while count > 1 and len(text) > room:
+            count -= 1
+            text = ", ".join(["", *values[:count], "..."])
+        return values if count == len(values) else [*values[:count], "..."]
 
     def _refresh(self, bar: Any) -> None:
         if self._lines is not None:
@@ -163,8 +185,7 @@ class ProgressBar(Callback):
         bar = self._evaluation
         if bar is not None and (self._is_live or bar.leave):  # in a fit, the epoch's line has the values
             bar.n = self._evaluated
-            values = trainer.progress_bar_metrics
-            bar.set_postfix_str(", ".join(f"{name}={value:.4g}" for name, value in values.items()), refresh=False)
+            self._set_values(bar, trainer.progress_bar_metrics)
             self._refresh(bar)
         self._close_evaluation()
 
@@ -218,11 +239,12 @@ class ProgressBar(Callback):
     def _open(self, trainer: Trainer, title: str, *, leave: bool, total: int | None = None) -> Any:
         if not self.is_enabled or sys.stderr is None:
             return None
-        if self._lines is None and is_terminal(sys.stderr):
+        on_terminal = is_terminal(sys.stderr)
+        if self._lines is None and on_terminal and os.name == "posix":  # elsewhere not each terminal knows the codes
             self._lines = TerminalLines(self._drawn)
         if not trainer.is_global_zero:
             return None
-        self._is_live = self._lines is not None or _is_notebook()
+        self._is_live = on_terminal or _is_notebook()
         self._interval = _INTERVAL_S if self._is_live else max(self._interval, _INTERVAL_IN_FILE_S)
         self._next_draw = time.monotonic() + self._interval
         if not self._is_live:

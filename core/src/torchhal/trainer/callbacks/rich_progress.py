@@ -16,7 +16,8 @@ class RichProgress(ProgressBar):
     """Callback that draws the bars of ``ProgressBar`` in colour and over the whole width; needs the package ``rich``.
 
     It takes the place of the ``ProgressBar`` that a Trainer adds. Values of metrics stand on lines of their own. All
-    else is as with ``ProgressBar``: in a notebook the bars are tqdm's widgets, in a file there are whole lines.
+    else is as with ``ProgressBar``: in a notebook the bars are tqdm's widgets, and on a terminal of Windows tqdm's, too;
+    in a file there are whole lines.
 
     Args:
         refresh_rate: draw at most every so many batches; 0 draws nothing.
@@ -38,7 +39,7 @@ class RichProgress(ProgressBar):
         return {**super().__getstate__(), "_bars": None}
 
     def _make_bar(self, title: str, total: int | None, leave: bool) -> Any:
-        if self._lines is None:  # a notebook
+        if self._lines is None:  # a notebook, or Windows
             return super()._make_bar(title, total, leave)
         from torchhal.trainer.callbacks._rich_bars import RichBar, RichBars
 
@@ -46,12 +47,17 @@ class RichProgress(ProgressBar):
             self._bars = RichBars(self._lines)
         return RichBar(self._bars, desc=title, total=total, leave=leave)
 
+    def _fitting(self, bar: Any, values: list[str]) -> list[str]:
+        return values if self._bars is not None else super()._fitting(bar, values)
+
     def _refresh(self, bar: Any) -> None:
-        bar.refresh()
+        if self._bars is not None:
+            bar.refresh()
+        else:
+            super()._refresh(bar)
 
     def _drawn(self) -> str:
-        drawn: str = "" if self._bars is None else self._bars.drawn
-        return drawn
+        return "" if self._bars is None else str(self._bars.drawn)
 
     def teardown(self, trainer: Trainer, module: Any, stage: str) -> None:
         super().teardown(trainer, module, stage)
