@@ -16,8 +16,8 @@ class RichProgress(ProgressBar):
     """Callback that draws the bars of ``ProgressBar`` in colour and over the whole width; needs the package ``rich``.
 
     It takes the place of the ``ProgressBar`` that a Trainer adds. Values of metrics stand on lines of their own. All
-    else is as with ``ProgressBar``: in a file there are whole lines, in a notebook the bars are tqdm's widgets, and on a
-    terminal of Windows tqdm's, too.
+    else is as with ``ProgressBar``: in a file there are whole lines, in a notebook the bars are tqdm's widgets, and on
+    a terminal of Windows they are tqdm's, too.
 
     Args:
         refresh_rate: draw at most every so many batches; 0 draws nothing.
