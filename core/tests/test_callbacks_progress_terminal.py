@@ -22,6 +22,7 @@ from torch import nn
 
 from torchhal import Callback, Module, Trainer, registry
 from torchhal.trainer.callbacks import ProgressBar, RichProgress
+from torchhal.trainer.callbacks._progress_lines import ProgressLines
 from torchhal.trainer.callbacks._terminal_lines import LinesAbove
 
 pytest.importorskip("rich")
@@ -376,3 +377,18 @@ def test_ranks_on_one_terminal(tmp_path, strategy, bar):
     drawn = [line for line in lines if line not in expected]
     assert drawn[0].startswith("Epoch 0") and "100%" in drawn[0] and "loss=0.25" in drawn[-1]
     assert len(drawn) == (2 if bar == "rich_progress" else 1)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "speed"),
+    [(0.01, "400 batches/s"), (1.0, "4 batches/s"), (3.0, "1.33 batches/s"), (16, "0.25 batches/s")],
+)
+def test_speed_and_times_of_a_line(monkeypatch, seconds, speed):
+    now = [10.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    file = io.StringIO()
+    line = ProgressLines(desc="Epoch 0", total=12, leave=True, file=file)
+    line.n, now[0] = 4, 10.0 + seconds
+    line.refresh()
+    left = f"00:{round(2 * seconds):02d}"
+    assert file.getvalue() == f"Epoch 0:  33% 4/12, {speed}, {left} left\n"
