@@ -129,6 +129,18 @@ def test_a_forward_leaves_all_as_it_was():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_nothing_is_compiled():
+    def compiles(graph, inputs):
+        raise AssertionError
+
+    model = Shaped()
+    model.compile(backend=compiles)
+    model.layer = torch.compile(model.layer, backend=compiles)
+    lines = summarize(model, -1).splitlines()
+    assert row(lines, "layer._orig_mod")[-2:] == row(lines, "layer ")[-2:] == ["[4, 2]", "[4, 1]"]
+    assert model._compiled_call_impl is not None
+
+
 def test_a_fit_trains_the_same_with_and_without():
     weights = []
     for callbacks in ([], [ModelSummary(-1)]):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,9 @@ from torch import nn
 from torchhal import rng
 from torchhal.accelerators import Accelerator
 from torchhal.pytree import map_tensors
+
+_DICTS = (dict, OrderedDict, defaultdict)
+"""Classes of attributes whose items are restored too; any other is the same object afterwards."""
 
 
 def layer_shapes(
@@ -41,7 +46,7 @@ def layer_shapes(
 
     state = rng.collect(accelerator, device)
     try:
-        with _restored(module), torch.no_grad():
+        with _restored(module), torch.no_grad(), _eager():
             for name in names:
                 module.get_submodule(name).register_forward_hook(partial(record, name), with_kwargs=True)
             module(*arguments, **keywords)
@@ -70,28 +75,31 @@ def _example(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (given if isinstance(given, tuple) else (given,)), {}
 
 
+def _eager() -> AbstractContextManager[Any]:
+    """Return a context in which nothing is compiled, which would take longer than the fit's first steps."""
+    # only what has imported torch._dynamo, which takes seconds, has something to compile
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
 @contextmanager
 def _restored(module: nn.Module) -> Iterator[None]:
-    """Put all parts of ``module`` into evaluation mode inside, uncompiled; restore what they and their hooks set."""
+    """Put all parts of ``module`` into evaluation mode inside; restore their attributes and buffers afterwards."""
     parts = list(module.modules())
-    before = [
-        {name: dict(value) if isinstance(value, dict) else value for name, value in vars(part).items()}
-        for part in parts
-    ]
-    dicts = [{name: value for name, value in vars(part).items() if isinstance(value, dict)} for part in parts]
+    before = [dict(vars(part)) for part in parts]
+    # hooks and buffers among them
+    dicts = [(value, dict(value)) for part in parts for value in vars(part).values() if type(value) in _DICTS]
     buffers = [(buffer, buffer._version, buffer.clone()) for buffer in module.buffers() if not buffer.is_inference()]
     for part in parts:
         vars(part)["training"] = False
-        vars(part).pop("_compiled_call_impl", None)
     try:
         yield
     finally:
-        for part, attributes, own in zip(parts, before, dicts, strict=True):
-            for name, kept in own.items():  # the objects that were there, with what was in them
-                kept.clear()
-                kept.update(attributes[name])
+        for part, attributes in zip(parts, before, strict=True):
             vars(part).clear()
-            vars(part).update({**attributes, **own})
+            vars(part).update(attributes)
+        for changed, items in dicts:
+            changed.clear()
+            changed.update(items)
         with torch.no_grad():
             for buffer, version, values in buffers:
                 if buffer._version != version:  # written to in place
