@@ -344,7 +344,12 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("strategy", "bar"),
-    [("ddp", "rich_progress"), ("ddp_spawn", "rich_progress"), ("ddp_fork", "rich_progress"), ("ddp", "progress_bar")],
+    [
+        ("ddp", "rich_progress"),
+        pytest.param("ddp", "progress_bar", marks=pytest.mark.slow),
+        pytest.param("ddp_spawn", "rich_progress", marks=pytest.mark.slow),
+        pytest.param("ddp_fork", "rich_progress", marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_on_one_terminal(tmp_path, strategy, bar):
     """Rank 0 draws, and not one line of either rank is torn or lost."""

@@ -75,7 +75,13 @@ def printed(notebook):
     return "".join(output.get("text", "") for output in outputs)
 
 
-@pytest.mark.parametrize("callbacks", [[], ["rich_progress", "rich_summary"]], ids=["default", "rich"])
+@pytest.mark.parametrize(
+    "callbacks",
+    [
+        pytest.param([], id="default"),
+        pytest.param(["rich_progress", "rich_summary"], id="rich", marks=pytest.mark.slow),
+    ],
+)
 def test_the_widget_ends_at_all_batches(run, callbacks):
     notebook = run(MODEL, FIT.format(callbacks=callbacks))
     training, *evaluations = widgets(notebook, "FloatProgressModel")
