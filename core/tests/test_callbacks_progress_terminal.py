@@ -18,6 +18,7 @@ import pytest
 import torch
 from quiet_trainer import make
 from terminal_screen import screen
+from tiers import slow
 from torch import nn
 
 from torchhal import Callback, Module, Trainer, registry
@@ -346,9 +347,9 @@ if __name__ == "__main__":
     ("strategy", "bar"),
     [
         ("ddp", "rich_progress"),
-        pytest.param("ddp", "progress_bar", marks=pytest.mark.slow),
-        pytest.param("ddp_spawn", "rich_progress", marks=pytest.mark.slow),
-        pytest.param("ddp_fork", "rich_progress", marks=pytest.mark.slow),
+        slow("ddp", "progress_bar"),
+        slow("ddp_spawn", "rich_progress"),
+        slow("ddp_fork", "rich_progress"),
     ],
 )
 def test_ranks_on_one_terminal(tmp_path, strategy, bar):

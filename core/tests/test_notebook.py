@@ -6,6 +6,7 @@ import json
 import sys
 
 import pytest
+from tiers import slow
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -75,13 +76,7 @@ def printed(notebook):
     return "".join(output.get("text", "") for output in outputs)
 
 
-@pytest.mark.parametrize(
-    "callbacks",
-    [
-        pytest.param([], id="default"),
-        pytest.param(["rich_progress", "rich_summary"], id="rich", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("callbacks", [[], slow(["rich_progress", "rich_summary"])], ids=["default", "rich"])
 def test_the_widget_ends_at_all_batches(run, callbacks):
     notebook = run(MODEL, FIT.format(callbacks=callbacks))
     training, *evaluations = widgets(notebook, "FloatProgressModel")
