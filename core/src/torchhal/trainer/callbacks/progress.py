@@ -135,9 +135,7 @@ class ProgressBar(Callback):
         if self._lines is None:
             return values
         drawn = bar.format_dict
-        others = len(
-            bar.format_meter(**{**drawn, "ncols": None, "postfix": None})
-        )  # with a bar as long as ours at least
+        others = len(bar.format_meter(**{**drawn, "ncols": None, "postfix": None}))  # the bar in it has ten characters
         room = (drawn["ncols"] or _WIDTH) - others
         count, text = len(values), ", ".join(["", *values])
         while count > 1 and len(text) > room:
