@@ -17,8 +17,8 @@ class RichProgress(ProgressBar):
 
     It takes the place of the ``ProgressBar`` that a Trainer adds. Values of metrics stand on lines of their own. All
     else is as with ``ProgressBar``: in a file there are whole lines, in a notebook the bars are tqdm's widgets, and on
-    a terminal of Windows they are tqdm's, too. A drawing takes about half a millisecond, and there are ten in a second at
-    most (benchmarks/trainer_step.py, the row "rich").
+    a terminal of Windows they are tqdm's, too. A drawing takes about half a millisecond, and there are at most ten in
+    a second (benchmarks/trainer_step.py, the row "rich").
 
     Args:
         refresh_rate: draw at most every so many batches; 0 draws nothing.
