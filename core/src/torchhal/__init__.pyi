@@ -22,6 +22,8 @@ from torchhal.trainer.callbacks import ModelCheckpoint as ModelCheckpoint
 from torchhal.trainer.callbacks import OnExceptionCheckpoint as OnExceptionCheckpoint
 from torchhal.trainer.callbacks import PredictionWriter as PredictionWriter
 from torchhal.trainer.callbacks import ProgressBar as ProgressBar
+from torchhal.trainer.callbacks import RichProgress as RichProgress
+from torchhal.trainer.callbacks import RichSummary as RichSummary
 from torchhal.trainer.callbacks import StochasticWeightAveraging as StochasticWeightAveraging
 from torchhal.trainer.callbacks import Timer as Timer
 from torchhal.trainer.callbacks import WeightAveraging as WeightAveraging

@@ -44,6 +44,8 @@ TestSWA = conformance_suite("callback", "swa", arguments={"swa_lrs": 0.01, "swa_
 TestLearningRateMonitor = conformance_suite("callback", "lr_monitor")
 TestProgressBar = conformance_suite("callback", "progress_bar")
 TestModelSummary = conformance_suite("callback", "model_summary")
+TestRichProgress = conformance_suite("callback", "rich_progress")
+TestRichSummary = conformance_suite("callback", "rich_summary")
 TestDeviceStats = conformance_suite("callback", "device_stats")
 TestOnExceptionCheckpoint = conformance_suite(
     "callback", "on_exception_checkpoint", arguments={"dirpath": "on_exception"}

@@ -111,7 +111,19 @@ def torchhal_callbacks() -> list[Component]:
         Component("early_stopping", f"{where}.early_stopping:EarlyStopping", summary="Ends training by a metric"),
         Component("lr_monitor", f"{where}.lr_monitor:LearningRateMonitor", summary="Logs learning rates"),
         Component("progress_bar", f"{where}.progress:ProgressBar", summary="A bar on the terminal"),
-        Component("model_summary", f"{where}.summary:ModelSummary", summary="A table of the model's parameters"),
+        Component("model_summary", f"{where}.summary:ModelSummary", summary="A table of the model's layers"),
+        Component(
+            "rich_progress",
+            f"{where}.rich_progress:RichProgress",
+            summary="Bars on the terminal, by rich",
+            requires=("rich",),
+        ),
+        Component(
+            "rich_summary",
+            f"{where}.rich_summary:RichSummary",
+            summary="A table of the model's layers, by rich",
+            requires=("rich",),
+        ),
         Component("timer", f"{where}.timer:Timer", summary="Measures stages, and ends training by time"),
         Component("device_stats", f"{where}.device_stats:DeviceStats", summary="Logs what devices report"),
         Component(

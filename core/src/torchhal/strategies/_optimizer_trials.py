@@ -299,12 +299,19 @@ def step_copy(optimizer: Optimizer) -> None:
 
     .. versionadded:: 0.2
     """
+    with without_step_hooks():
+        optimizer.step()
+
+
+@contextmanager
+def without_step_hooks() -> Iterator[None]:
+    """Leave out the hooks that are registered for all optimizers inside."""
     registered: list[dict[int, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
     kept = [(hooks, dict(hooks)) for hooks in registered]
     for hooks, _ in kept:  # emptied, as a step may have been wrapped more than once
         hooks.clear()
     try:
-        optimizer.step()
+        yield
     finally:
         for hooks, before in kept:
             hooks.update(before)

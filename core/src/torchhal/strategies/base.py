@@ -171,6 +171,18 @@ class Strategy(Composable, CarriedPrecisions, StrategyHooks, StrategySteps, Stra
         """
         return None
 
+    def parameter_shape(self, parameter: nn.Parameter) -> torch.Size:
+        """Return the shape that a parameter has in the whole model: its own by default.
+
+        To be overridden where :meth:`init_context` lets ``configure_model`` create parts of parameters.
+
+        Args:
+            parameter: one of the module that :meth:`connect` will take.
+
+        .. versionadded:: 0.2
+        """
+        return parameter.shape
+
     def memory_per_rank(self, model: ModelMemory, world_size: int) -> MemoryEstimate:
         """Return the bytes of ``model`` on the rank that needs most; everything on every rank by default.
 

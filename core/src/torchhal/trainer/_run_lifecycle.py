@@ -36,7 +36,7 @@ from torchhal.trainer._stop_handling import (
     stopping_notice,
 )
 from torchhal.trainer._torch_flags import save_torch_flags, set_torch_flags
-from torchhal.trainer.callbacks import ModelCheckpoint
+from torchhal.trainer.callbacks import Callback, ModelCheckpoint
 from torchhal.trainer.data._loaders import is_one_shot
 from torchhal.trainer.loggers.base import FolderLogger
 from torchhal.trainer.loops._control_flow import StopOnSignal
@@ -259,6 +259,10 @@ def set_up(run: Run, loop: FitLoop, fn: str, ckpt_path: Any, on_refusal: ExitSta
     strategy.sync_batchnorm = run.sync_batchnorm
     if fn == "fit" and run.ckpt_path is None:
         run.progress.begin_at_epoch()  # a fit with a checkpoint starts from the checkpoint's counters
+    if fn == "fit":
+        for callback in run.callbacks:
+            if isinstance(callback, Callback):
+                callback._look_at_model(run.trainer, module)
     strategy.connect(module)
     run.sources.ready = True
     strategy.prepare(run.trainer)

@@ -36,8 +36,8 @@ def stopping_notice(run: Run) -> str:
     A progress bar has not ended its line, nor has the terminal that shows ``^C``.
     """
     bar = run.progress_bar_callback
-    in_a_line = os.isatty(2) or (bar is not None and bar.is_drawn)
-    return f"\n{_STOPPING}" if in_a_line else _STOPPING
+    line_break = "" if bar is None else bar.line_break
+    return (line_break or ("\n" if os.isatty(2) else "")) + _STOPPING
 
 
 def save_interrupted(run: Run, signum: int) -> None:

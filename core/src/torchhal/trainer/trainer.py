@@ -459,6 +459,9 @@ class Trainer(TrainerProperties):
         if not optimizers:
             run.warn_once(f"{type(run.module).__name__}.configure_optimizers returned None: nothing is optimized")
         run.trained_by = trained_by.describe(optimizers, configs, run.module)
+        for callback in run.callbacks:
+            if isinstance(callback, Callback):
+                callback._look_at_optimizers(self, run.module, optimizers)
         return optimizers, configs
 
     # -- messages --------------------------------------------------------------------------------------------

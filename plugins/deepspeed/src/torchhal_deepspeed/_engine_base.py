@@ -93,6 +93,9 @@ class DeepSpeedEngineBase(ParallelStrategy):
             return context
         return self._divided_init(context)
 
+    def parameter_shape(self, parameter: nn.Parameter) -> torch.Size:
+        return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
     @contextmanager
     def _divided_init(self, context: AbstractContextManager[Any]) -> Any:
         # the dtype is in the configuration: given by itself, it counts on some devices only

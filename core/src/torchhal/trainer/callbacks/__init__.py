@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torchhal.trainer.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
     from torchhal.trainer.callbacks.lambda_callback import LambdaCallback
     from torchhal.trainer.callbacks.prediction_writer import PredictionWriter
+    from torchhal.trainer.callbacks.rich_progress import RichProgress
+    from torchhal.trainer.callbacks.rich_summary import RichSummary
     from torchhal.trainer.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
     from torchhal.trainer.callbacks.timer import Timer
     from torchhal.trainer.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
@@ -38,6 +40,8 @@ __all__ = [
     "OnExceptionCheckpoint",
     "PredictionWriter",
     "ProgressBar",
+    "RichProgress",
+    "RichSummary",
     "StochasticWeightAveraging",
     "Timer",
     "WeightAveraging",
@@ -56,6 +60,8 @@ __getattr__, __dir__ = lazy_names(
         "LambdaCallback": "lambda_callback",
         "OnExceptionCheckpoint": "exception_checkpoint",
         "PredictionWriter": "prediction_writer",
+        "RichProgress": "rich_progress",
+        "RichSummary": "rich_summary",
         "StochasticWeightAveraging": "stochastic_weight_averaging",
         "Timer": "timer",
         "WeightAveraging": "weight_averaging",

@@ -12,7 +12,7 @@ from torchhal._overrides import declares_hooks
 from torchhal.composition import Composable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
     from torch.optim import Optimizer
@@ -299,6 +299,25 @@ class Callback(Composable):
 
     def _reset_state(self) -> None:
         """Reset what belongs to one run. Called before a fit, if the previous one was another Trainer's."""
+
+    def _look_at_model(self, trainer: Trainer, module: Any) -> None:
+        """Look at the model of a fit while it is whole and as its author built it: no strategy has taken it yet.
+
+        Called on every rank.
+
+        Args:
+            trainer: the Trainer that runs.
+            module: the user's model.
+        """
+
+    def _look_at_optimizers(self, trainer: Trainer, module: Any, optimizers: Sequence[Optimizer]) -> None:
+        """Look at what ``configure_optimizers`` returned, before the strategy takes it. Called on every rank.
+
+        Args:
+            trainer: the Trainer that runs.
+            module: the user's model.
+            optimizers: over its parameters.
+        """
 
     def _restore_optimizers(self, trainer: Trainer, module: Any, state: Mapping[str, Any] | None) -> None:
         """Give the optimizers and schedulers of this fit the groups, or the classes, that they had got while training.

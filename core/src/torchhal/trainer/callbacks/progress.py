@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 import time
@@ -13,23 +14,30 @@ from typing import TYPE_CHECKING, Any
 from torchhal._arguments import check_bool, check_count
 from torchhal.trainer._unknown_arguments import explain_unknown_arguments
 from torchhal.trainer.callbacks._progress_lines import ProgressLines
+from torchhal.trainer.callbacks._terminal_lines import ERASE, TerminalLines, at_rest, is_terminal
 from torchhal.trainer.callbacks.base import Callback
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torchhal import Trainer
 
 _INTERVAL_S = 0.1
 _INTERVAL_IN_FILE_S = 5.0  # each refresh is a line there
 _LONGEST_INTERVAL_S = 60.0
+_WIDTH = 80  # of a terminal that doesn't say
 
 
 class ProgressBar(Callback):
     """Callback that draws a bar for training, with the values of ``prog_bar=True``, and for each evaluation.
 
-    It draws on rank 0 only. A batch costs one read of the clock: the bar is drawn, and values are fetched from the
-    device, at most ten times a second on a terminal, and when an epoch ends. That makes 5 microseconds a step
-    (benchmarks/trainer_step.py, the row "bar", on a step of 93 microseconds). Into a file it writes whole lines: when
-    an epoch ends, and during longer ones after 5, 10, 20, 40 and 80 seconds, then each minute.
+    It draws on rank 0 only. What any rank prints meanwhile, warns or logs by Python goes above the bars, line by line;
+    what C code writes to the terminal doesn't. In a notebook the bars are widgets if ipywidgets is installed.
+
+    A batch costs one read of the clock: the bar is drawn, and values are fetched from the device, at most ten times a
+    second on a terminal, and when an epoch ends. That makes 5 microseconds a step (benchmarks/trainer_step.py, the row
+    "bar", on a step of 93 microseconds). Into a file it writes whole lines: when an epoch ends, and during longer ones
+    after 5, 10, 20, 40 and 80 seconds, then each minute.
 
     Args:
         refresh_rate: draw at most every so many batches; 0 draws nothing.
@@ -47,6 +55,7 @@ class ProgressBar(Callback):
         self._next_draw = 0.0
         self._interval = _INTERVAL_S
         self._is_live = True
+        self._lines: TerminalLines | None = None
 
     def disable(self) -> None:
         """Draw nothing from now on."""
@@ -66,16 +75,21 @@ class ProgressBar(Callback):
         """True while a bar stands on the last line."""
         return self._train is not None or self._evaluation is not None
 
+    @property
+    def line_break(self) -> str:
+        """What to write before a line that goes to the terminal past ``sys.stderr``; empty if no bar is in its way."""
+        return ERASE if self.is_drawn and self._lines is not None else ""
+
     def print(self, *values: Any, sep: str = " ", end: str = "\n", file: Any = None) -> None:
         """Print ``values`` above the bars, with the arguments of the builtin ``print``."""
-        if not self.is_drawn or not self._is_live or (file or sys.stdout) is None:
-            print(*values, sep=sep, end=end, file=file)
+        if self.is_drawn and self._is_live and self._lines is None:
+            _tqdm().write(sep.join(map(str, values)), end=end, file=file or sys.stdout)  # a notebook
         else:
-            _tqdm().write(sep.join(map(str, values)), end=end, file=file or sys.stdout)
+            print(*values, sep=sep, end=end, file=file)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which has no bars: they are open files of this process."""
-        return {**self.__dict__, "_train": None, "_evaluation": None}
+        return {**self.__dict__, "_train": None, "_evaluation": None, "_lines": None}
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -91,6 +105,7 @@ class ProgressBar(Callback):
             self._train.reset(total)
         if self._train is not None:  # a resumed epoch starts in the middle; its speed is measured from there
             self._train.initial = self._train.n = self._train.last_print_n = trainer.fit_loop.batches_done
+            self._emit()
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._train is None or time.monotonic() < self._next_draw or (batch_idx + 1) % self.refresh_rate:
@@ -107,10 +122,39 @@ class ProgressBar(Callback):
     def _draw_training(self, trainer: Trainer, done: int) -> None:
         bar = self._train
         bar.n = done
-        values = trainer.progress_bar_metrics
-        bar.set_postfix_str(", ".join(f"{name}={value:.4g}" for name, value in values.items()), refresh=False)
-        bar.refresh()
+        self._set_values(bar, trainer.progress_bar_metrics)
+        self._refresh(bar)
         self._schedule()
+
+    def _set_values(self, bar: Any, metrics: Mapping[str, float]) -> None:
+        values = [f"{name}={value:.4g}" for name, value in metrics.items()]
+        bar.set_postfix_str(", ".join(self._fitting(bar, values)), refresh=False)
+
+    def _fitting(self, bar: Any, values: list[str]) -> list[str]:
+        """Return those of ``values`` that the bar's line has room for, one at least; tqdm would cut one in two."""
+        if self._lines is None:
+            return values
+        drawn = bar.format_dict
+        others = len(bar.format_meter(**{**drawn, "ncols": None, "postfix": None}))  # the bar in it has ten characters
+        room = (drawn["ncols"] or _WIDTH) - others
+        count, text = len(values), ", ".join(["", *values])
+        while count > 1 and len(text) > room:
+            count -= 1
+            text = ", ".join(["", *values[:count], "..."])
+        return values if count == len(values) else [*values[:count], "..."]
+
+    def _refresh(self, bar: Any) -> None:
+        if self._lines is not None:
+            self._lines.begin()
+            if bar is self._evaluation and self._train is not None:  # another rank's line may have erased both
+                self._train.refresh()
+        bar.refresh()
+        self._emit()
+
+    def _emit(self) -> None:
+        """Write what was drawn to the terminal, in one piece."""
+        if self._lines is not None:
+            self._lines.drawing.emit()
 
     def _schedule(self) -> None:
         """Set the time of the next drawing within a stage."""
@@ -132,16 +176,15 @@ class ProgressBar(Callback):
         if self._evaluation is None or time.monotonic() < self._next_draw or self._evaluated % self.refresh_rate:
             return
         self._evaluation.n = self._evaluated
-        self._evaluation.refresh()
+        self._refresh(self._evaluation)
         self._schedule()
 
     def _finish(self, trainer: Trainer) -> None:
         bar = self._evaluation
         if bar is not None and (self._is_live or bar.leave):  # in a fit, the epoch's line has the values
             bar.n = self._evaluated
-            values = trainer.progress_bar_metrics
-            bar.set_postfix_str(", ".join(f"{name}={value:.4g}" for name, value in values.items()), refresh=False)
-            bar.refresh()
+            self._set_values(bar, trainer.progress_bar_metrics)
+            self._refresh(bar)
         self._close_evaluation()
 
     def on_validation_start(self, trainer: Trainer, module: Any) -> None:
@@ -187,37 +230,56 @@ class ProgressBar(Callback):
 
     def teardown(self, trainer: Trainer, module: Any, stage: str) -> None:
         self._close()
+        if self._lines is not None:
+            self._lines.restore()
+            self._lines = None
 
     def _open(self, trainer: Trainer, title: str, *, leave: bool, total: int | None = None) -> Any:
-        if not self.is_enabled or not trainer.is_global_zero or sys.stderr is None:
+        if not self.is_enabled or sys.stderr is None:
             return None
-        kind = _tqdm()
-        self._is_live = _is_live(kind)
-        if not self._is_live:
-            kind = ProgressLines
+        on_terminal = is_terminal(sys.stderr)
+        if self._lines is None and on_terminal and os.name == "posix":  # elsewhere not each terminal knows the codes
+            self._lines = TerminalLines(self._drawn)
+        if not trainer.is_global_zero:
+            return None
+        self._is_live = on_terminal or _is_notebook()
         self._interval = _INTERVAL_S if self._is_live else max(self._interval, _INTERVAL_IN_FILE_S)
         self._next_draw = time.monotonic() + self._interval
-        return kind(
+        if not self._is_live:
+            return ProgressLines(desc=title, total=total, leave=leave, file=sys.stderr)
+        bar = self._make_bar(title, total, leave)
+        self._emit()
+        return bar
+
+    def _make_bar(self, title: str, total: int | None, leave: bool) -> Any:
+        """Return a bar that draws over itself, with the methods of ``ProgressLines``."""
+        return _tqdm()(
             desc=title,
             total=total,
             leave=leave,
             position=1 if self._train is not None else 0,
             dynamic_ncols=True,
-            file=sys.stderr,
+            file=sys.stderr if self._lines is None else self._lines.drawing,
             mininterval=0,
             smoothing=0,
         )
+
+    def _drawn(self) -> str:
+        """Return what stands on the terminal, with the cursor on its first character."""
+        return at_rest("\n".join(str(bar) for bar in (self._train, self._evaluation) if bar is not None))
 
     def _close(self) -> None:
         self._close_evaluation()
         if self._train is not None:
             self._train.close()
             self._train = None
+        self._emit()
 
     def _close_evaluation(self) -> None:
         if self._evaluation is not None:
             self._evaluation.close()
             self._evaluation = None
+            self._emit()
 
 
 def _total(batches: Any) -> int | None:
@@ -226,9 +288,9 @@ def _total(batches: Any) -> int | None:
     return None if math.isinf(total) or not total else int(total)
 
 
-def _is_live(kind: Any) -> bool:
-    """Return whether a refresh draws over the previous one, as in a terminal or a notebook."""
-    return "notebook" in kind.__mro__[1].__module__ or bool(getattr(sys.stderr, "isatty", lambda: False)())
+def _is_notebook() -> bool:
+    """Return whether tqdm draws widgets here."""
+    return "notebook" in _tqdm().__mro__[1].__module__
 
 
 @lru_cache(maxsize=1)
