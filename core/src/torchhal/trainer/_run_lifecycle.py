@@ -13,7 +13,7 @@ from typing import Any
 from torchhal import rng
 from torchhal._overrides import implements
 from torchhal.distributed import rendezvous
-from torchhal.distributed.failures import exit_for_signal
+from torchhal.distributed.failures import exit_for_signal, mark_printed
 from torchhal.distributed.signals import DEFAULT_SIGNALS, StopRequested, StopSignals, at_once
 from torchhal.errors import RankFailedError
 from torchhal.trainer import _checkpointing as checkpointing
@@ -388,6 +388,8 @@ def report_failure(run: Run, error: BaseException) -> BaseException:
     """
     strategy = run.strategy
     raised = strategy.explain(error)
+    if run.is_trial and strategy.accelerator.is_out_of_memory(raised):
+        mark_printed(raised)
     strategy.watch.report_failure(raised)
     for callback in run.callbacks:
         if not implements(callback, "on_exception"):

@@ -62,6 +62,8 @@ class Run(RunSettings, RunOutput):
         peak_memory: of every rank, at the end of the fit; empty before.
         end_reason: why the latest fit that was completed has ended.
         profiling: what measures the present fit; None without a profiler.
+        is_trial: True for a run that tries out a setting in ranks that are started already: it announces nothing, and
+            running out of memory in it is a finding rather than a failure to print.
 
     .. versionadded:: 0.2
     """
@@ -98,6 +100,7 @@ class Run(RunSettings, RunOutput):
         self.peak_memory: list[dict[str, Any]] = []
         self.end_reason = ""
         self.profiling: Any = None  # a FitProfiling, which imports this module
+        self.is_trial = False
         self._trainer: Any = None
 
     def compose(self, plan: Plan) -> None:
