@@ -36,6 +36,7 @@ from torchhal.trainer._stop_handling import (
     stopping_notice,
 )
 from torchhal.trainer._torch_flags import save_torch_flags, set_torch_flags
+from torchhal.trainer._trial import release_frames
 from torchhal.trainer.callbacks import ModelCheckpoint
 from torchhal.trainer.data._loaders import is_one_shot
 from torchhal.trainer.loggers.base import FolderLogger
@@ -388,8 +389,10 @@ def report_failure(run: Run, error: BaseException) -> BaseException:
     """
     strategy = run.strategy
     raised = strategy.explain(error)
-    if run.is_trial and strategy.accelerator.is_out_of_memory(raised):
-        mark_printed(raised)
+    if run.is_trial:
+        release_frames(raised)
+        if strategy.accelerator.is_out_of_memory(raised):
+            mark_printed(raised)
     strategy.watch.report_failure(raised)
     for callback in run.callbacks:
         if not implements(callback, "on_exception"):

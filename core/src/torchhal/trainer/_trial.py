@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torchhal.distributed import rendezvous
@@ -16,6 +18,7 @@ from torchhal.trainer._settings import RunSettings, Setting
 from torchhal.trainer.logging._standard_streams import lossy_streams
 from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
 from torchhal.trainer.loops._fit_loop import FitLoop
+from torchhal.trainer.run import Run
 
 _QUIET: dict[str, Any] = {
     "fast_dev_run": False,
@@ -56,7 +59,9 @@ def make_trial(trainer: Any, callbacks: Sequence[Any] = (), **settings: Any) -> 
             vars(made)[name] = vars(run)[name]
     for name, value in {**_QUIET, **settings}.items():
         setattr(made, name, value)
-    made.compose(_unused(run.plan))
+    made.compose(unused_copy(run.unused or run.plan))
+    made.strategy.devices, made.strategy.num_nodes = list(run.strategy.devices), run.strategy.num_nodes
+    made.num_nodes = run.num_nodes  # "auto" may be resolved by now
     made.enable_checkpointing, made.is_trial, made.said = False, True, run.said
     trial.evaluation_loop = EvaluationLoop(made)
     trial.fit_loop = FitLoop(made, trial.evaluation_loop)
@@ -102,8 +107,12 @@ _OF_A_RUN: dict[str, Callable[[], Any]] = {
 """Attributes of a strategy that a run sets -> what they are before one."""
 
 
-def _unused(plan: Plan) -> Plan:
-    """Return the plan with a copy of its strategy, and of the precision, that has run nothing."""
+def unused_copy(plan: Plan) -> Plan:
+    """Return the plan with copies of its strategy, which has run nothing yet, and of its precision.
+
+    Raises:
+        ConfigurationError: one of them can't be copied.
+    """
     strategy, precision = plan.strategy.value, plan.precision.value
     shared = (plan.accelerator, plan.checkpoint_io, plan.cluster_environment)  # which keep nothing of a run
     memo = {id(part.value): part.value for part in shared if part is not None}
@@ -114,7 +123,7 @@ def _unused(plan: Plan) -> Plan:
     except Exception as error:
         raise ConfigurationError(
             f"a trial has a strategy of its own, and {type(strategy).__name__} can't be copied "
-            f"({type(error).__name__}: {error}): give it by alias, or without what can't be copied"
+            f"({type(error).__name__}: {error}): give it by alias, or as an object that nothing has used"
         ) from error
     vars(made).update(copies[0], **{name: value() for name, value in _OF_A_RUN.items()})
     return dataclasses.replace(
@@ -122,3 +131,25 @@ def _unused(plan: Plan) -> Plan:
         strategy=dataclasses.replace(plan.strategy, value=made),
         precision=dataclasses.replace(plan.precision, value=copies[1]),
     )
+
+
+def keep_unused(run: Run) -> None:
+    """Keep a copy of the strategy before the first run, as most keep something of their last one."""
+    if run.state.fn is None and run.unused is None:
+        with suppress(ConfigurationError):  # raised when a trial is asked for
+            run.unused = unused_copy(run.plan)
+
+
+def release_frames(error: BaseException) -> None:
+    """Free what the frames of an error, and of those before it, have kept.
+
+    That is the step's memory, and the process group, whose open connections other ranks wait for.
+    """
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        each = pending.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            traceback.clear_frames(each.__traceback__)
+            pending += [each.__cause__, each.__context__]

@@ -62,6 +62,7 @@ class Run(RunSettings, RunOutput):
         peak_memory: of every rank, at the end of the fit; empty before.
         end_reason: why the latest fit that was completed has ended.
         profiling: what measures the present fit; None without a profiler.
+        unused: the plan with copies of the strategy and the precision from before the first run, for trials; else None.
         is_trial: True for a run that tries out a setting in ranks that are started already: it announces nothing, and
             running out of memory in it is a finding rather than a failure to print.
 
@@ -100,6 +101,7 @@ class Run(RunSettings, RunOutput):
         self.peak_memory: list[dict[str, Any]] = []
         self.end_reason = ""
         self.profiling: Any = None  # a FitProfiling, which imports this module
+        self.unused: Plan | None = None
         self.is_trial = False
         self._trainer: Any = None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import traceback
 from typing import Any
 
 from torch import nn
@@ -124,7 +123,7 @@ class _Trials:
         """
         data = _DataSize(size, self._attribute, self._datamodule)
         outcome = self._attempt(size, data)
-        gc.collect()  # the frames that an error has kept are in cycles with it
+        gc.collect()  # an error's frames were in cycles with what they held
         self._template.strategy.accelerator.empty_cache()
         everybody = self._agree((outcome, data.limit))
         outcomes = [each for each, _ in everybody]
@@ -152,7 +151,6 @@ class _Trials:
             with host_generators_restored():
                 fit_trial(trial, model, loader, datamodule)
         except Exception as error:
-            _release(error)
             if trial.accelerator.is_out_of_memory(error):
                 return OUT_OF_MEMORY
             self._error = error
@@ -188,18 +186,3 @@ class _DataSize(Callback):
             self.limit = -(-data.samples // share["num_replicas"])
         if data.whole_loader_length == 1:  # a sampler may draw fewer
             self.limit = self.size if self.limit is None else min(self.limit, self.size)
-
-
-def _release(error: BaseException) -> None:
-    """Free what the frames of an error, and of those before it, have kept.
-
-    That is the step's memory, and the process group, whose open connections other ranks wait for.
-    """
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        each = pending.pop()
-        if each is not None and id(each) not in seen:
-            seen.add(id(each))
-            traceback.clear_frames(each.__traceback__)
-            pending += [each.__cause__, each.__context__]
