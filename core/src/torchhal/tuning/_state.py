@@ -63,8 +63,9 @@ def _positions(given: Any) -> Iterator[tuple[Any, str, Any]]:
         if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
             yield loader, "load_state_dict", copy.deepcopy(loader.state_dict())
         batches = getattr(loader, "batch_sampler", None)
-        for owner in (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
-            generator = getattr(owner, "generator", None)
+        owners: tuple[Any, ...] = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+        for owner in owners:
+            generator: Any = getattr(owner, "generator", None)
             if hasattr(generator, "get_state") and id(generator) not in seen:
                 seen.add(id(generator))
                 yield generator, "state", generator.get_state()

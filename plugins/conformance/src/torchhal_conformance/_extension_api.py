@@ -51,6 +51,7 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = {
         "torchhal.trainer.data",
         "torchhal.trainer.logging",
         "torchhal.trainer.loops",
+        "torchhal.tuning",
     ),
     "Look-up and tools": ("torchhal.registry", "torchhal.resolve", "torchhal.testing", "torchhal.cli"),
 }
