@@ -13,8 +13,9 @@ from torchhal.trainer._connectors import check_model
 from torchhal.trainer._trial import fit_trial, launch_trials, make_trial
 from torchhal.trainer.adapters import run_of
 from torchhal.trainer.callbacks import Callback
+from torchhal.trainer.data._loaders import loader_length
 from torchhal.trainer.data._sharing import replicas
-from torchhal.tuning._batch_size_search import search_batch_size
+from torchhal.tuning._batch_size_search import bisect, check_arguments, nothing_fits
 from torchhal.tuning._batch_size_source import (
     check_batch_size,
     check_batch_size_source,
@@ -83,19 +84,22 @@ def find_batch_size(
     if hasattr(train_dataloaders, "train_dataloader"):
         train_dataloaders, datamodule = None, train_dataloaders
     check_batch_size_source(model, train_dataloaders, datamodule, attribute)
+    check_arguments(mode=mode, margin=margin, start=start, steps=steps, max_trials=max_trials, max_size=max_size)
     trial = make_trial(trainer, max_steps=steps, limit_train_batches=1.0, overfit_batches=0.0)
     options = {"mode": mode, "start": start, "max_trials": max_trials, "max_size": max_size, "margin": margin}
     with host_generators_restored():
-        size: int = launch_trials(trial, _search, model, train_dataloaders, datamodule, attribute, options)
-    return size
+        size, failed = launch_trials(trial, _search, model, train_dataloaders, datamodule, attribute, options)
+    if not size:
+        raise nothing_fits(failed)
+    return int(size)
 
 
 def _search(
     template: Any, model: nn.Module, train_dataloaders: Any, datamodule: Any, attribute: str, options: dict[str, Any]
-) -> int:
-    """Search on one rank, together with the others."""
+) -> tuple[int, int]:
+    """Search on one rank, together with the others; return the size found, or 0, and the last that didn't fit."""
     trials = _Trials(template, model, train_dataloaders, datamodule, attribute)
-    return search_batch_size(trials.fits, limit=lambda: trials.limit, **options)
+    return bisect(trials.fits, limit=lambda: trials.limit, **options)
 
 
 class _Trials:
@@ -181,8 +185,7 @@ class _DataSize(Callback):
         data = run.progress.data
         assert data is not None
         check_batch_size(data.given, self.size, self.attribute, module, self.datamodule)
-        share = replicas(run) or {"num_replicas": 1}
-        if data.samples is not None:
-            self.limit = -(-data.samples // share["num_replicas"])
-        if data.whole_loader_length == 1:  # a sampler may draw fewer
-            self.limit = self.size if self.limit is None else min(self.limit, self.size)
+        drawn = getattr(getattr(data.loader, "batch_sampler", None), "sampler", None)
+        self.limit = loader_length(drawn)
+        if self.limit is None and data.samples is not None:  # a strategy's own loader
+            self.limit = -(-data.samples // (replicas(run) or {"num_replicas": 1})["num_replicas"])

@@ -39,7 +39,26 @@ def search_batch_size(
 
     .. versionadded:: 0.2
     """
-    _check_arguments(start=start, max_trials=max_trials, max_size=max_size, mode=mode, margin=margin)
+    largest, failed = bisect(
+        fits, start=start, mode=mode, max_trials=max_trials, max_size=max_size, limit=limit, margin=margin
+    )
+    if not largest:
+        raise nothing_fits(failed)
+    return largest
+
+
+def bisect(
+    fits: Callable[[int], bool],
+    *,
+    start: int,
+    mode: str,
+    max_trials: int,
+    max_size: int | None,
+    limit: Callable[[], int | None],
+    margin: float,
+) -> tuple[int, int]:
+    """Return what :func:`search_batch_size` does, 0 where nothing fits, and the last size that didn't fit, or 0."""
+    check_arguments(start=start, max_trials=max_trials, max_size=max_size, mode=mode, margin=margin)
     largest, failed, size = 0, 0, start
     most = max_size
     for _ in range(max_trials):
@@ -59,15 +78,21 @@ def search_batch_size(
             break
         else:
             size = (largest + failed) // 2
-    if not largest:
-        raise ConfigurationError(
-            f"not even the smallest batch size that was tried fits into memory: {failed}. Use a smaller model, another "
-            "precision such as 'bf16-true', or a strategy that divides the model"
-        )
-    return max(1, int(largest * (1 - margin))) if failed and mode == "binary" else largest
+    if failed and mode == "binary" and largest:
+        largest = max(1, int(largest * (1 - margin)))
+    return largest, failed
 
 
-def _check_arguments(*, mode: str, margin: float, **counts: int | None) -> None:
+def nothing_fits(failed: int) -> ConfigurationError:
+    """Return the error for a search in which nothing fitted, ``failed`` neither."""
+    return ConfigurationError(
+        f"not even the smallest batch size that was tried, {failed}, fits into memory: use a smaller model, another "
+        "precision such as 'bf16-true', or a strategy that divides the model"
+    )
+
+
+def check_arguments(*, mode: str, margin: float, **counts: int | None) -> None:
+    """Raise ConfigurationError for an argument of a search outside its domain; ``counts`` are at least 1."""
     if mode not in MODES:
         raise ConfigurationError(f"'mode' must be 'power' or 'binary' (got {mode!r})")
     for name, count in counts.items():

@@ -60,8 +60,8 @@ def find_learning_rate(
         The :class:`LearningRates`; ``.suggestion()`` is the learning rate at which the loss falls most steeply.
 
     Raises:
-        ConfigurationError: an argument outside its domain; a model with manual optimization, with several optimizers or
-            none, or that can't be copied.
+        ConfigurationError: an argument outside its domain; a model with manual optimization, as several optimizers
+            need it, without an optimizer, or that can't be copied.
         ModelError: as of :meth:`.Trainer.fit`; or a loader that can be read only once.
 
     .. versionadded:: 0.2
@@ -69,6 +69,8 @@ def find_learning_rate(
     what = "find_learning_rate"
     check_idle(trainer, what)
     check_model(model)
+    if hasattr(train_dataloaders, "train_dataloader"):
+        train_dataloaders, datamodule = None, train_dataloaders
     check_loaders(train_dataloaders)
     _check_range(min_lr, max_lr, num_steps, mode, stop_factor, smoothing)
     if not getattr(model, "automatic_optimization", True):
