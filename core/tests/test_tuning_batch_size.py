@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from quiet_trainer import make
 from torch import nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from torchhal import DataModule, Module
 from torchhal.errors import ConfigurationError
@@ -128,8 +128,8 @@ def test_bad_arguments(arguments, said):
 
 def test_of_a_loader(accelerator):
     batches = loader(shuffle=True, generator=torch.Generator().manual_seed(3))
-    before, numbers = batches.generator.get_state(), torch.get_rng_state()
     model = Net()
+    before, numbers = batches.generator.get_state(), torch.get_rng_state()
     assert find_batch_size(make(), model, batches) == 64
     assert find_batch_size(make(), model, batches, mode="binary", margin=0.0) == 100
     assert batches.batch_size == batches.batch_sampler.batch_size == 4 and model.sizes == []
@@ -190,7 +190,7 @@ class OwnSampler(BatchSampler): ...
         ({"train_dataloaders": [DATA[:4]]}, "a list is no DataLoader"),
         ({"train_dataloaders": loader(batch_size=None)}, "has batch_size=None, so the dataset makes the batches"),
         (
-            {"train_dataloaders": DataLoader(DATA, batch_sampler=OwnSampler(SequentialSampler(X), 4, False))},
+            {"train_dataloaders": DataLoader(DATA, batch_sampler=OwnSampler(RandomSampler(X), 4, False))},
             "OwnSampler",
         ),
         ({"attribute": "bs"}, "Net has no attribute or hyperparameter 'bs'"),

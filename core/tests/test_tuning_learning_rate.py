@@ -98,8 +98,26 @@ def test_suggestion_is_where_the_loss_falls_most_steeply():
         loss = 1 / (1 + math.exp((step - 30) / 2))
         rates.add(loss, loss)
     assert rates.suggestion() == rates.lr[30] == pytest.approx(1e-5 * 1e5 ** (30 / 50))
-    assert rates.suggestion(skip_begin=35) == rates.lr[35]
-    assert rates.suggestion(skip_begin=49) is None
+
+
+def test_suggestion_among_noise():
+    """A loss that falls by 9 between steps 50 and 60, with the noise of batches, and diverges in the end."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        rates = LearningRates("exponential", 1e-5, 1.0, 100)
+        for step in range(100):
+            fall = 9 * min(max((60 - step) / 10, 0), 1)
+            noise = fall * 0.25 * torch.randn(1, generator=generator).item()
+            loss = 1 + fall + noise + (step - 90 if step > 90 else 0) ** 2
+            rates.add(loss, loss)
+        assert rates.lr[48] < rates.suggestion() < rates.lr[62]
+
+
+def test_too_few_losses_for_a_suggestion(caplog):
+    rates = LearningRates("exponential", 1e-5, 1.0, 4)
+    for loss in (3.0, math.nan, math.inf, 1.0):
+        rates.add(loss, loss)
+    assert rates.suggestion() is None and "from 2 loss(es)" in caplog.text
 
 
 def test_no_suggestion_where_the_loss_does_not_fall(caplog):

@@ -52,33 +52,29 @@ class LearningRates:
         self.loss.append(loss)
         self.smoothed.append(smoothed)
 
-    def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """Return the learning rate at which the smoothed loss falls most steeply, over the plot's axis.
+    def suggestion(self) -> float | None:
+        """Return the learning rate at which the loss falls most steeply, over the axis of the plot.
 
-        Args:
-            skip_begin: how many of the first learning rates are left out: their average is of few losses.
-            skip_end: how many of the last.
+        The slope at a step is the mean loss of the steps after it less that of the steps before it, of a tenth of all
+        each: the loss of one batch, or of a moving average that has just begun, is mostly noise.
 
         Returns:
-            None where fewer than two finite losses are left, or the loss falls nowhere.
+            None where there are too few finite losses, or the loss falls nowhere.
         """
-        kept = [
-            index
-            for index in range(skip_begin, len(self.lr) - skip_end)
-            if math.isfinite(self.smoothed[index]) and self.lr[index] > 0
-        ]
-        if len(kept) < 2:
-            _log.warning(
-                "no learning rate can be suggested from %d loss(es): try more steps, or a smaller 'max_lr'", len(kept)
-            )
+        known = [(lr, loss) for lr, loss in zip(self.lr, self.loss, strict=True) if math.isfinite(loss)]
+        width = max(1, len(self.lr) // 10)
+        slopes = {
+            known[at][0]: _mean(known[at + 1 : at + 1 + width]) - _mean(known[at - width : at])
+            for at in range(width, len(known) - width)
+        }
+        if not slopes:
+            _log.warning("no learning rate can be suggested from %d loss(es): try more steps", len(known))
             return None
-        at = [self.lr[index] if self.mode == "linear" else math.log(self.lr[index]) for index in kept]
-        slopes = _gradient([self.smoothed[index] for index in kept], at)
-        steepest = min(range(len(slopes)), key=slopes.__getitem__)
+        steepest = min(slopes, key=slopes.__getitem__)
         if slopes[steepest] >= 0:
-            _log.warning("no learning rate can be suggested: the loss does not fall at any of %d", len(kept))
+            _log.warning("no learning rate can be suggested: the loss does not fall at any of %d", len(known))
             return None
-        return self.lr[kept[steepest]]
+        return steepest
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data, such as JSON can hold but for NaN and infinite losses."""
@@ -128,10 +124,5 @@ class LearningRates:
         return f"{type(self).__name__}({self.mode!r}, {len(self.lr)} of {self.num_steps} steps)"
 
 
-def _gradient(values: Sequence[float], at: Sequence[float]) -> list[float]:
-    """Return the slope at each point, central inside and one-sided at the ends."""
-    last = len(values) - 1
-    return [
-        (values[min(i + 1, last)] - values[max(i - 1, 0)]) / (at[min(i + 1, last)] - at[max(i - 1, 0)])
-        for i in range(last + 1)
-    ]
+def _mean(measured: Sequence[tuple[float, float]]) -> float:
+    return sum(loss for _, loss in measured) / len(measured)
