@@ -8,8 +8,8 @@ How a page is read stands in docs/README.md, for those who write one:
   ``<!-- no-run: reason -->`` leaves it out. ``exits N`` after a script's name, or before a console, expects that code.
 * In a console every ``$ torchhal ...`` runs; each line shown below it must begin as a line of the real output does.
 * A page sees the parts of core, of torchhal-parallel, the kit and the simulator; a plugin's README also its own, and
-  a page with ``<!-- plugins: NAME ... -->`` those of that folder in ``plugins``. One with ``<!-- packages: NAME ... -->``
-  is skipped where one of these can't be imported, but not in CI.
+  a page with ``<!-- plugins: NAME ... -->`` those of that folder in ``plugins``. One with
+  ``<!-- packages: NAME ... -->`` is skipped where one of these can't be imported, but not in CI.
 
 Blocks keep their line numbers, so that a traceback names the line of the page.
 """

@@ -240,7 +240,7 @@ def on_a_rank(where, ranks, room=100):
     trainer = make(strategy=DDPStrategy(timeout=timedelta(seconds=20)), devices=size)
     model = Net(room=room, where=where, ranks=ranks)
     try:
-        found = find_batch_size(trainer, model, loader(shuffle=True), start=32, mode="binary", margin=0.0)
+        found = find_batch_size(trainer, model, loader(shuffle=True), start=64)
     except ConfigurationError as error:
         found = str(error)
     trainer.fit(Net(), loader())  # they still meet
@@ -252,7 +252,7 @@ def on_a_rank(where, ranks, room=100):
 def test_ranks_that_run_out_of_memory(world, where, ranks):
     """Whichever of them, and wherever: the others aren't left waiting, and all find the same."""
     size = world.size
-    assert world.run(on_a_rank, where, ranks) == [(100, -(-100 // size))] * size
+    assert world.run(on_a_rank, where, ranks) == [(64, -(-100 // size))] * size
 
 
 def test_nothing_fits_on_one_rank(world2):

@@ -7,6 +7,7 @@ import dataclasses
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from types import ModuleType
 from typing import Any
 
 from torchhal.distributed import rendezvous
@@ -114,10 +115,12 @@ def unused_copy(plan: Plan) -> Plan:
         ConfigurationError: one of them can't be copied.
     """
     strategy, precision = plan.strategy.value, plan.precision.value
-    shared = (plan.accelerator, plan.checkpoint_io, plan.cluster_environment)  # which keep nothing of a run
-    memo = {id(part.value): part.value for part in shared if part is not None}
     made: Strategy = object.__new__(type(strategy))
     kept = {name: value for name, value in vars(strategy).items() if name not in _OF_A_RUN}
+    parts = (plan.accelerator, plan.checkpoint_io, plan.cluster_environment)  # which keep nothing of a run
+    shared = [part.value for part in parts if part is not None]
+    shared += [value for value in kept.values() if isinstance(value, ModuleType)]  # an engine, as it was imported
+    memo = {id(value): value for value in shared}
     try:
         copies = copy.deepcopy((kept, precision), memo)
     except Exception as error:
@@ -135,7 +138,7 @@ def unused_copy(plan: Plan) -> Plan:
 
 def keep_unused(run: Run) -> None:
     """Keep a copy of the strategy before the first run, as most keep something of their last one."""
-    if run.state.fn is None and run.unused is None:
+    if run.state.fn is None and run.unused is None and not run.is_trial:
         with suppress(ConfigurationError):  # raised when a trial is asked for
             run.unused = unused_copy(run.plan)
 

@@ -137,7 +137,7 @@ class Run(RunSettings, RunOutput):
         self._trainer = weakref.ref(trainer)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_trainer": self.trainer}
+        return {**self.__dict__, "_trainer": self.trainer, "unused": None}  # which trials of this process need
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

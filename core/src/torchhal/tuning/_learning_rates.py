@@ -93,6 +93,8 @@ class LearningRates:
     def plot(self, ax: Any = None, *, suggest: bool = True) -> Any:
         """Plot the smoothed losses over the learning rates, by matplotlib.
 
+        The axis of the losses leaves out how far they grew after their minimum.
+
         Args:
             ax: matplotlib's axes to draw in; None for a figure of its own, which no window shows.
             suggest: mark the suggestion.
@@ -116,6 +118,9 @@ class LearningRates:
             ax.set_xscale("log")
         ax.set_xlabel("Learning rate")
         ax.set_ylabel("Loss")
+        finite = [loss for loss in self.smoothed if math.isfinite(loss)]
+        if finite and (height := max(finite[: finite.index(min(finite)) + 1]) - min(finite)) > 0:
+            ax.set_ylim(min(finite) - 0.1 * height, min(finite) + 1.3 * height)
         if suggest and (lr := self.suggestion()) is not None:
             ax.plot(lr, self.smoothed[self.lr.index(lr)], markersize=10, marker="o", color="red")
         return ax.figure
