@@ -231,7 +231,7 @@ def test_a_fit_after_it_is_that_without_it():
 # -- several processes -----------------------------------------------------------------------------------------
 
 
-def on_a_rank(where, ranks, room=100):
+def on_a_rank(where, ranks, room=100, start=64):
     from datetime import timedelta
 
     from torchhal.strategies import DDPStrategy
@@ -240,7 +240,7 @@ def on_a_rank(where, ranks, room=100):
     trainer = make(strategy=DDPStrategy(timeout=timedelta(seconds=20)), devices=size)
     model = Net(room=room, where=where, ranks=ranks)
     try:
-        found = find_batch_size(trainer, model, loader(shuffle=True), start=64)
+        found = find_batch_size(trainer, model, loader(shuffle=True), start=start)
     except ConfigurationError as error:
         found = str(error)
     trainer.fit(Net(), loader())  # they still meet
@@ -248,7 +248,9 @@ def on_a_rank(where, ranks, room=100):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
-@pytest.mark.parametrize("ranks", [(1,), (0, 1, 2)], ids=["one rank", "every rank"])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param((1,), id="one rank"), pytest.param((0, 1, 2), id="every rank", marks=pytest.mark.slow)]
+)
 def test_ranks_that_run_out_of_memory(world, where, ranks):
     """Whichever of them, and wherever: the others aren't left waiting, and all find the same."""
     size = world.size
@@ -256,7 +258,7 @@ def test_ranks_that_run_out_of_memory(world, where, ranks):
 
 
 def test_nothing_fits_on_one_rank(world2):
-    outcomes = world2.run(on_a_rank, "forward", (0,), 0)
+    outcomes = world2.run(on_a_rank, "forward", (0,), 0, 2)
     assert all("not even the smallest batch size" in found for found, _ in outcomes)
 
 
