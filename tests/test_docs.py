@@ -8,7 +8,8 @@ How a page is read stands in docs/README.md, for those who write one:
   ``<!-- no-run: reason -->`` leaves it out. ``exits N`` after a script's name, or before a console, expects that code.
 * In a console every ``$ torchhal ...`` runs; each line shown below it must begin as a line of the real output does.
 * A page sees the parts of core, of torchhal-parallel, the kit and the simulator; a plugin's README also its own, and
-  a page with ``<!-- plugins: NAME ... -->`` those of that folder in ``plugins``.
+  a page with ``<!-- plugins: NAME ... -->`` those of that folder in ``plugins``. One with
+  ``<!-- packages: NAME ... -->`` is skipped where one of these can't be imported, but not in CI.
 
 Blocks keep their line numbers, so that a traceback names the line of the page.
 """
@@ -20,6 +21,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,17 @@ EVERYWHERE = {"conformance", "parallel", "simulator"}
 FIRST_PARTY = {path.parent.name for path in (ROOT / "plugins").glob("*/pyproject.toml")}
 
 NEEDS = re.compile(r"^<!-- plugins: (.+?) -->$", re.MULTILINE)
+
+PACKAGES = re.compile(r"^<!-- packages: (.+?) -->$", re.MULTILINE)
+
+
+def need_packages(page: Path) -> None:
+    """Skip the test where a package that the page shows isn't installed; requirements-dev.txt has it."""
+    needed = {name for names in PACKAGES.findall(page.read_text(encoding="utf-8")) for name in names.split()}
+    missing = sorted(name for name in needed if find_spec(name) is None)
+    assert not (missing and os.environ.get("CI")), f"{name_of(page)} needs {', '.join(missing)}"
+    if missing:
+        pytest.skip(f"environment: {', '.join(missing)} not installed; requirements-dev.txt has what this needs")
 
 
 def hidden_from(page: Path) -> str:
@@ -124,6 +137,7 @@ def examples() -> list[object]:
 @pytest.mark.packaging
 @pytest.mark.parametrize(("page", "line"), examples())
 def test_example(page: Path, line: int | None, tmp_path: Path, site: Path) -> None:
+    need_packages(page)
     blocks, hidden = blocks_of(page), hidden_from(page)
     write_files(blocks, tmp_path)
     if line is None:

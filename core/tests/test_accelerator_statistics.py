@@ -233,3 +233,35 @@ def test_doctor_reads_devices(registry):
     (found,) = doctor._devices(entries["user/board"])
     assert found == {"name": "user/board cpu", "stats": {"temperature_celsius": 40.0}}
     assert doctor._devices(entries["user/broken"]) == []
+
+
+def caused(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("Tried to allocate 2.00 GiB"), True),
+        (MemoryError(), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 18 GB)"), True),
+        (RuntimeError("Native API failed. Native API returns: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."), True),
+        (OSError(12, "Cannot allocate memory"), True),
+        (caused(KeyError("the step"), MemoryError()), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x2 and 3x1)"), False),
+        (RuntimeError("Expected all tensors to be on the same memory format"), False),
+        (ValueError("out of memory"), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_errors_for_too_little_memory(error, expected):
+    assert CPUAccelerator().is_out_of_memory(error) is expected
+
+
+def test_an_error_that_is_its_own_cause():
+    error = RuntimeError("a circle")
+    error.__cause__ = caused(KeyError(), error)
+    assert not CPUAccelerator().is_out_of_memory(error)

@@ -364,3 +364,14 @@ def test_unconfigured_strategy_names_missing():
     with pytest.raises(TypeError, match="abstract"):
         ParallelStrategy.__base__()
     assert ParallelStrategy.__base__ is Strategy
+
+
+def group_in_default_arguments():
+    with joined():
+        import torch.distributed.nn.functional as functional
+    return [function.__defaults__[-1] for function in (functional.broadcast, functional.all_reduce)]
+
+
+def test_torch_keeps_no_process_group_in_default_arguments(world2):
+    """It would never be freed, nor its connections closed, and ranks that wait for this one would wait on."""
+    assert world2.run(group_in_default_arguments) == [[None, None], [None, None]]

@@ -35,7 +35,7 @@ FOREIGN_ARGUMENTS = [
     ({"replace_sampler_ddp": False}, "write Trainer(use_distributed_sampler=...)"),
     ({"terminate_on_nan": True}, "write Trainer(detect_anomaly=True)"),
     ({"track_grad_norm": 2}, "on_before_optimizer_step"),
-    ({"auto_lr_find": True}, "configure_optimizers"),
+    ({"auto_lr_find": True}, "torchhal.tuning"),
     ({"stochastic_weight_avg": True}, "StochasticWeightAveraging(swa_lrs=...)"),
     ({"profile": True}, "Trainer(profiler=...)"),
     ({"barebones": True}, "write Trainer(logger=False, enable_checkpointing=False"),
@@ -58,7 +58,7 @@ FOREIGN_ARGUMENTS = [
     ({"bf16": True}, "write Trainer(precision='bf16-mixed')"),
     ({"mixed_precision": "fp16"}, "write Trainer(precision='bf16-mixed') or '16-mixed'"),
     ({"auto_select_gpus": True}, "write Trainer(accelerator='gpu', devices='auto')"),
-    ({"auto_lr_find": True}, "torchhal looks for none"),
+    ({"auto_lr_find": True}, "find_learning_rate(trainer, model, ...)"),
     ({"truncated_bptt_steps": 2}, "automatic_optimization = False"),
     ({"eval_strategy": "epoch"}, "check_val_every_n_epoch"),
     ({"save_total_limit": 2}, "callbacks=[ModelCheckpoint(...)]"),
@@ -170,7 +170,7 @@ def test_signatures_stay_readable():
 @pytest.mark.parametrize(
     ("name", "message"),
     [("train", "call trainer.fit(model"), ("evaluate", "trainer.validate"), ("save_model", "trainer.save_checkpoint"),
-     ("device", "trainer.strategy.root_device"), ("tune", "no tuner"), ("epoch", "trainer.current_epoch")],
+     ("device", "trainer.strategy.root_device"), ("tune", "torchhal.tuning has"), ("epoch", "trainer.current_epoch")],
 )  # fmt: skip
 def test_an_attribute_of_another_trainer(name, message):
     trainer = make()

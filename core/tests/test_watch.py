@@ -140,6 +140,7 @@ def test_a_rank_that_only_followed_reports_nothing(crew):
         ("[enforce fail at pair.cc:1] op.preamble.length <= op.nbytes. 256 vs 128 gloo::EnforceNotMet", True, False),
         ("Watchdog caught collective operation timeout: WorkHandle(SeqNum=1) timed out", True, True),
         ("mat1 and mat2 shapes cannot be multiplied (4x8 and 4x8)", False, False),
+        ("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory", False, False),
         ("DataLoader worker (pid 1) is killed by signal: Killed.", False, False),
         ("request timed out", False, False),
     ],

@@ -394,6 +394,18 @@ class OneDeviceForAll(Indexed):
         type(self).current = device
 
 
+@caught_by("ACC-71")
+class KnowsItsOwnErrorOnly(CPUAccelerator):
+    def is_out_of_memory(self, error):
+        return isinstance(error, torch.OutOfMemoryError | MemoryError)
+
+
+@caught_by("ACC-71")
+class TakesAnyRuntimeError(CPUAccelerator):
+    def is_out_of_memory(self, error):
+        return super().is_out_of_memory(error) or isinstance(error, RuntimeError)
+
+
 class Reference(CPUAccelerator):
     """Accelerator that declares nothing beyond the core level."""
 

@@ -210,3 +210,18 @@ for _ in range(2):
     assert switches() == before, (switches(), before)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "message", "expected"),
+    [
+        (GPUAccelerator, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        (GPUAccelerator, "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if ...", True),
+        (GPUAccelerator, "CUDA error: an illegal memory access was encountered", False),
+        (MPSAccelerator, "Invalid buffer size: 89.06 GiB", True),
+        (XPUAccelerator, "Native API returns: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)", True),
+    ],
+)
+def test_errors_for_too_little_memory(accelerator, message, expected):
+    assert accelerator().is_out_of_memory(RuntimeError(message)) is expected
+    assert not accelerator().is_out_of_memory(ValueError(message))

@@ -50,3 +50,9 @@ def test_instances_pickle(cls):
 @pytest.mark.parametrize("alias", ["hpu_single", "hpu_parallel"])
 def test_strategies_are_found_by_their_names(alias):
     assert find("strategy", alias).load().accelerators == {"hpu"}
+
+
+def test_errors_for_too_little_memory():
+    error = RuntimeError("[Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::939524096 (896)MB")
+    assert HPUAccelerator().is_out_of_memory(error)
+    assert not HPUAccelerator().is_out_of_memory(RuntimeError("Graph compile failed."))

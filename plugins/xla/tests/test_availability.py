@@ -201,3 +201,9 @@ def test_incomplete_variables_of_torch_xla_are_refused(monkeypatch, variables, n
     assert XLAEnvironment.detect()
     with pytest.raises(ConfigurationError, match=name):
         XLAEnvironment().validate_settings(num_devices=2, num_nodes=1)
+
+
+def test_errors_for_too_little_memory():
+    xla = accelerator.XLAAccelerator()
+    assert xla.is_out_of_memory(RuntimeError("Bad StatusOr access: RESOURCE_EXHAUSTED: Attempting to reserve 1.5G"))
+    assert not xla.is_out_of_memory(RuntimeError("Bad StatusOr access: INVALID_ARGUMENT: ..."))

@@ -1,13 +1,15 @@
-"""Read the counters of a device: memory in bytes, and the utilization, temperature, power and clock of its sensors."""
+"""Read the counters of a device, memory in bytes and its sensors, and recognise the errors for too little memory."""
 
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, Final
 
 import torch
 
 from torchhal.accelerators._devices import call_on_device
+from torchhal.errors import message_of
 
 _SENSORS: Final = (
     ("utilization_percent", "utilization", 1.0),
@@ -17,6 +19,13 @@ _SENSORS: Final = (
     ("clock_mhz", "clock_rate", 1.0),
 )
 """(key of ``device_stats``, function of torch's device module, factor to the key's unit)."""
+
+
+_OUT_OF_MEMORY: Final = re.compile(
+    r"out[ _]of[ _](device[ _]|host[ _])?memory|(can't|cannot|failed to) allocate memory|not enough memory",
+    re.IGNORECASE,
+)
+"""Messages of a RuntimeError for too little memory: of torch's allocators, of drivers, and of the system."""
 
 
 class DeviceStatistics:
@@ -46,6 +55,32 @@ class DeviceStatistics:
             if (read := getattr(module, function, None)) is not None:
                 stats[key] = int(call_on_device(read, device))
         return stats
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Return whether ``error`` says that there was too little memory, of the device or of the host.
+
+        Called with what an operator, a step or a whole run has raised, also after the tear-down; never raises. After
+        such an error the device works on: less work may fit. The default recognises ``torch.OutOfMemoryError``,
+        ``MemoryError``, and the words of torch's allocators and of drivers in a RuntimeError. A vendor whose library
+        reports it otherwise returns ``super().is_out_of_memory(error)`` or its own finding.
+
+        Args:
+            error: any exception; those that caused it (``__cause__``) are looked at too.
+
+        Checks: ACC-71.
+
+        .. versionadded:: 0.2
+        """
+        seen: set[int] = set()
+        found: BaseException | None = error
+        while found is not None and id(found) not in seen:
+            seen.add(id(found))
+            if isinstance(found, torch.OutOfMemoryError | MemoryError):
+                return True
+            if isinstance(found, RuntimeError | OSError) and _OUT_OF_MEMORY.search(message_of(found)):
+                return True
+            found = found.__cause__
+        return False
 
     def reset_peak_memory_stats(self, device: torch.device) -> None:
         """Set the peak of :meth:`memory_stats` to the current allocation.

@@ -186,10 +186,12 @@ def is_transport_error(error: BaseException) -> bool:
 
 def _is_runtime(error: BaseException) -> bool:
     # torch's distributed errors are all RuntimeErrors; a user's ConnectionError from a data source is not, and a
-    # loader's time-out is a RuntimeError that has nothing to do with ranks.
+    # loader's time-out is a RuntimeError that has nothing to do with ranks, nor has what torch's allocator for the CPU
+    # raises by the same macro as gloo its errors ("[enforce fail at alloc_cpu.cpp:127] ... can't allocate memory").
     if isinstance(error, TorchhalError) or not isinstance(error, RuntimeError):
         return False
-    return not message_of(error).startswith("DataLoader")
+    message = message_of(error)
+    return not message.startswith("DataLoader") and "allocate memory" not in message
 
 
 def mark_printed(error: BaseException) -> None:

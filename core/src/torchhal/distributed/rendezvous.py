@@ -158,6 +158,7 @@ def generation_store(
         give_up(fresh, Failure.from_exception(rank, error))
         raise
     state.failure = None  # an earlier set-up's failure did not end this process
+    state.lingers = True  # nor any other rank: all have come, and will sign off
     return fresh
 
 

@@ -210,7 +210,7 @@ _ARGUMENTS: Final[Mapping[str, str]] = {
     "write trainer.fit(model, datamodule=...)": "data_module dm",
     "give it to the DataLoader: DataLoader(dataset, batch_size=...)": (
         "batch_size train_batch_size eval_batch_size per_device_train_batch_size per_device_eval_batch_size "
-        "device_train_microbatch_size auto_scale_batch_size auto_find_batch_size split_batches"
+        "device_train_microbatch_size split_batches"
     ),
     "give it to the DataLoader: DataLoader(dataset, num_workers=...)": "num_workers workers dataloader_num_workers",
     "give it to the DataLoader: DataLoader(dataset, shuffle=...)": "shuffle",
@@ -224,7 +224,10 @@ _ARGUMENTS: Final[Mapping[str, str]] = {
         "optimizer optimizers optim learning_rate lr weight_decay momentum adam_beta1 adam_beta2 adam_epsilon "
         "lr_scheduler lr_schedulers lr_scheduler_type scheduler warmup_steps warmup_ratio num_warmup_steps"
     ),
-    "torchhal looks for none: give the optimizer its learning rate in configure_optimizers": "auto_lr_find",
+    "torchhal.tuning.find_batch_size(trainer, model, ...) finds it before the fit": (
+        "auto_scale_batch_size auto_find_batch_size"
+    ),
+    "torchhal.tuning.find_learning_rate(trainer, model, ...) finds it before the fit": "auto_lr_find",
     "set self.automatic_optimization = False, and call backward for each piece of a batch in training_step": (
         "truncated_bptt_steps"
     ),
@@ -257,7 +260,7 @@ ATTRIBUTES: Final[Mapping[str, str]] = {
     "load_state": "call trainer.fit(..., ckpt_path=path)",
     "load_checkpoint": "call trainer.fit(..., ckpt_path=path)",
     "resume_from_checkpoint": "call trainer.fit(..., ckpt_path=path)",
-    "tune": "torchhal has no tuner: set the learning rate in configure_optimizers and the batch size in the DataLoader",
+    "tune": "torchhal.tuning has find_learning_rate(trainer, model, ...) and find_batch_size(trainer, model, ...)",
     "device": "read trainer.strategy.root_device",
     "epoch": "read trainer.current_epoch",
     "step": "read trainer.global_step",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -47,6 +48,15 @@ def check_supports_device(group: Any, device_type: str, backend: str) -> None:
             f"a process group exists already, but its backend {dist.get_backend()!r} doesn't carry tensors of "
             f"device type {device_type!r}: make it with backend={backend!r}, or leave it to the strategy"
         ) from error
+
+
+def import_default_arguments() -> None:
+    """Import torch's module whose functions take the default group as of its import for their default arguments.
+
+    torch imports it with the first DistributedDataParallel. The group that exists by then would never be freed: its
+    connections stay open when it is destroyed, and ranks that wait for this one wait until its process has ended.
+    """
+    importlib.import_module("torch.distributed.nn.functional")
 
 
 def reset_group_count() -> None:

@@ -25,7 +25,12 @@ from torchhal.launchers import ExternalLauncher, Launcher, MultiprocessingLaunch
 from torchhal.launchers.subprocess_script import shared_threads
 from torchhal.strategies._forward_through import forward_through
 from torchhal.strategies._module_structure import check_same_tensors, unshare_buffer_memory
-from torchhal.strategies._process_group import check_supports_device, reset_group_count, set_default_backend
+from torchhal.strategies._process_group import (
+    check_supports_device,
+    import_default_arguments,
+    reset_group_count,
+    set_default_backend,
+)
 from torchhal.strategies._replica_consistency import check_frequencies, check_lookups, find_difference
 from torchhal.strategies.base import Strategy
 
@@ -248,6 +253,7 @@ class ParallelStrategy(Strategy):
             self._watch_ranks(store)  # the only report of a failed rank to those that wait in init_process_group
             self._flight_recorder.enter_context(flight_recorder.recording())
             reset_group_count()
+            import_default_arguments()
             with failures.one_rank_prefix():
                 dist.init_process_group(
                     self.group_backend(), store=store, rank=rank, world_size=world_size, timeout=self.timeout

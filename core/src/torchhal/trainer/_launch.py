@@ -29,6 +29,8 @@ def launch(run: Run, loop: FitLoop, fn: str, ckpt_path: Any) -> Any:
     Returns:
         The result of rank 0 where workers were started, else that of this rank.
     """
+    if run.is_trial:
+        return execute(run, loop, fn, ckpt_path)
     open_standard_descriptors()
     with lossy_streams():
         return _launch(run, loop, fn, ckpt_path)

@@ -13,7 +13,7 @@ from typing import Any
 from torchhal import rng
 from torchhal._overrides import implements
 from torchhal.distributed import rendezvous
-from torchhal.distributed.failures import exit_for_signal
+from torchhal.distributed.failures import exit_for_signal, mark_printed
 from torchhal.distributed.signals import DEFAULT_SIGNALS, StopRequested, StopSignals, at_once
 from torchhal.errors import RankFailedError
 from torchhal.trainer import _checkpointing as checkpointing
@@ -36,6 +36,7 @@ from torchhal.trainer._stop_handling import (
     stopping_notice,
 )
 from torchhal.trainer._torch_flags import save_torch_flags, set_torch_flags
+from torchhal.trainer._trial import release_frames
 from torchhal.trainer.callbacks import Callback, ModelCheckpoint
 from torchhal.trainer.data._loaders import is_one_shot
 from torchhal.trainer.loggers.base import FolderLogger
@@ -392,6 +393,10 @@ def report_failure(run: Run, error: BaseException) -> BaseException:
     """
     strategy = run.strategy
     raised = strategy.explain(error)
+    if run.is_trial:
+        release_frames(raised)
+        if strategy.accelerator.is_out_of_memory(raised):
+            mark_printed(raised)
     strategy.watch.report_failure(raised)
     for callback in run.callbacks:
         if not implements(callback, "on_exception"):

@@ -37,6 +37,7 @@ class RunOutput:
     loggers: list[Any]
     said: set[str]
     """Warnings that were given."""
+    is_trial: bool
 
     if TYPE_CHECKING:  # of Run
 
@@ -97,7 +98,7 @@ class RunOutput:
         It goes to the logger ``torchhal`` at INFO if the program has configured logging for it, else to stderr; nowhere
         if the progress bar is off, or that logger's own level is above INFO.
         """
-        if not self.is_global_zero:
+        if not self.is_global_zero or self.is_trial:
             return
         bar = self.progress_bar_callback
         if _log.isEnabledFor(logging.INFO) and _log.hasHandlers():

@@ -62,6 +62,9 @@ class Run(RunSettings, RunOutput):
         peak_memory: of every rank, at the end of the fit; empty before.
         end_reason: why the latest fit that was completed has ended.
         profiling: what measures the present fit; None without a profiler.
+        unused: the plan with copies of the strategy and the precision from before the first run, for trials; else None.
+        is_trial: True for a run that tries out a setting in ranks that are started already: it announces nothing, and
+            running out of memory in it is a finding rather than a failure to print.
 
     .. versionadded:: 0.2
     """
@@ -98,6 +101,8 @@ class Run(RunSettings, RunOutput):
         self.peak_memory: list[dict[str, Any]] = []
         self.end_reason = ""
         self.profiling: Any = None  # a FitProfiling, which imports this module
+        self.unused: Plan | None = None
+        self.is_trial = False
         self._trainer: Any = None
 
     def compose(self, plan: Plan) -> None:
@@ -132,7 +137,7 @@ class Run(RunSettings, RunOutput):
         self._trainer = weakref.ref(trainer)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_trainer": self.trainer}
+        return {**self.__dict__, "_trainer": self.trainer, "unused": None}  # which trials of this process need
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

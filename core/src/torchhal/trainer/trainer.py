@@ -32,6 +32,7 @@ from torchhal.trainer._hook_names import check_hook_names, check_strategy_hooks
 from torchhal.trainer._launch import launch
 from torchhal.trainer._properties import TrainerProperties
 from torchhal.trainer._settings import RunSettings, Setting
+from torchhal.trainer._trial import keep_unused
 from torchhal.trainer._unknown_arguments import explain_unknown_arguments
 from torchhal.trainer.callbacks import Callback
 from torchhal.trainer.data._loaders import as_loaders, check_loader, check_training_loader
@@ -446,6 +447,7 @@ class Trainer(TrainerProperties):
             run.warn_once(sentence)
         if run.sources.callbacks_asked_of is model:
             sources.callbacks_asked_of = model
+        keep_unused(run)
         run.module, run.datamodule, run.sources = model, datamodule, sources
         return launch(run, self.fit_loop, fn, path)
 

@@ -52,6 +52,7 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = {
         "torchhal.trainer.logging",
         "torchhal.trainer.loops",
         "torchhal.trainer_cli",
+        "torchhal.tuning",
     ),
     "Look-up and tools": ("torchhal.registry", "torchhal.resolve", "torchhal.testing", "torchhal.cli"),
 }

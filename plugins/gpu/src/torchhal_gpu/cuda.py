@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import ClassVar
 
 import torch
 
 from torchhal.capabilities import STANDARD, TF32, compute, store
+from torchhal.errors import message_of
 from torchhal.plugin import Availability
 from torchhal_gpu import _nvml as nvml
 from torchhal_gpu._stream_transfer import SideStreamAccelerator
 
 VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+_LIBRARY_ALLOCATION = re.compile(r"(CUBLAS|HIPBLAS|CUDNN)_STATUS_ALLOC_FAILED|CUDNN_STATUS_NOT_SUPPORTED")
+"""cuDNN says that an algorithm isn't supported where its workspace doesn't fit."""
 
 
 class GPUAccelerator(SideStreamAccelerator):
@@ -47,6 +52,12 @@ class GPUAccelerator(SideStreamAccelerator):
 
     def set_benchmark(self, enabled: bool) -> None:
         torch.backends.cudnn.benchmark = enabled
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Recognise the status of cuBLAS and cuDNN too, which allocate beside torch and have no words for it."""
+        return super().is_out_of_memory(error) or (
+            isinstance(error, RuntimeError) and _LIBRARY_ALLOCATION.search(message_of(error)) is not None
+        )
 
     def memory_stats(self, device: torch.device) -> dict[str, int]:
         """Return ``allocated``, ``peak``, ``reserved`` by this process; ``limit``, ``used`` (by all) of the device."""

@@ -8,6 +8,7 @@ import torch
 
 from torchhal.accelerators import Accelerator
 from torchhal.capabilities import STANDARD
+from torchhal.errors import message_of
 from torchhal.plugin import Availability
 
 
@@ -30,6 +31,12 @@ class MPSAccelerator(Accelerator):
         if not torch.backends.mps.is_available():
             return Availability(False, "MPS needs macOS 14 or newer and a Mac with Apple silicon")
         return Availability(True)
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Recognise Metal's answer to one buffer beyond its limit, ``Invalid buffer size``, too."""
+        return super().is_out_of_memory(error) or (
+            isinstance(error, RuntimeError) and "Invalid buffer size" in message_of(error)
+        )
 
     def memory_stats(self, device: torch.device) -> dict[str, int]:
         """Return ``allocated`` by tensors, ``reserved`` by this process and the ``limit`` that Metal recommends.

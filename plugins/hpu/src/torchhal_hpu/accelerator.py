@@ -10,6 +10,7 @@ import torch
 
 from torchhal.accelerators import Accelerator
 from torchhal.capabilities import autocast, collective, compute, store
+from torchhal.errors import message_of
 from torchhal.plugin import Availability
 from torchhal_hpu import _sdk as sdk
 from torchhal_hpu._card_assignment import CardAssignment
@@ -109,6 +110,12 @@ class HPUAccelerator(Accelerator):
     def teardown(self) -> None:
         self._place.leave()
         super().teardown()
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Recognise the bridge's message, ``MODULE:PT_DEVMEM Allocation failed for size::...``, too."""
+        return super().is_out_of_memory(error) or (
+            isinstance(error, RuntimeError) and "PT_DEVMEM Allocation failed" in message_of(error)
+        )
 
     def memory_stats(self, device: torch.device) -> dict[str, int]:
         """Return ``allocated`` and ``peak`` by tensors, and the ``limit`` of the device."""

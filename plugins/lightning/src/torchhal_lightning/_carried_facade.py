@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torchhal.trainer.adapters import Run
+from torchhal.trainer.adapters import Run, run_of
 from torchhal_lightning._picklable import is_picklable
 from torchhal_lightning._trainer_view import VIEWS, TrainerView
 
@@ -38,10 +38,14 @@ class CarriedFacade:
         self._facade, self._arrived = _nothing, state
 
     def of(self, run: Run) -> TrainerView | None:
-        """Return the facade of ``run``, made again in a process that it has come to; None where it is gone."""
+        """Return the facade of ``run``, made again in a process that it has come to; None where it is gone.
+
+        None for a trial's run too: the facade is that of the Trainer for which the trial is made.
+        """
         cls, attributes = self._arrived or (None, {})
         if cls is None:
-            return self._facade()
+            found = self._facade()
+            return found if found is not None and run_of(found.trainer) is run else None
         facade: TrainerView = object.__new__(cls)
         TrainerView.__init__(facade, run)
         vars(facade).update(attributes, trainer=run.trainer)

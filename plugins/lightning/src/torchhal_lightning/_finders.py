@@ -7,12 +7,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from torchhal import rng
+from torchhal import rng, tuning
 from torchhal.errors import ConfigurationError
 from torchhal.strategies import DDPStrategy, SingleDeviceStrategy
 from torchhal.trainer.adapters import Run, reload_data
 from torchhal_lightning import _trees as trees
-from torchhal_lightning._hyperparameter_fields import check_field, set_field
+from torchhal_lightning._hyperparameter_fields import check_field
 from torchhal_lightning.tuner import (
     QUIET,
     LearningRates,
@@ -110,7 +110,7 @@ class Finders:
         rates.results = run.strategy.broadcast(rates.results)
         callback.optimal_lr = rates
         if own["_update_attr"] and (lr := rates.suggestion()) is not None:
-            set_field(module, run.datamodule, name, lr)
+            tuning.set_field((module, run.datamodule), name, lr)
             for optimizer in run.strategy.optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = lr
@@ -132,15 +132,15 @@ class Finders:
             return
 
         def attempt(size: int) -> int | None:
-            set_field(module, run.datamodule, name, size)
+            tuning.set_field((module, run.datamodule), name, size)
             trial = self._trial(callbacks=[], max_steps=steps, limit_train_batches=1.0, **limits_of(steps))
             self._try(trial, method)
             return samples_of(trial, method)
 
         size = search(
-            attempt, own["_init_val"], mode=own["_mode"], max_trials=own["_max_trials"], margin=own["_margin"],
-            max_val=own["_max_val"],
+            attempt, run.strategy.accelerator.is_out_of_memory, own["_init_val"], mode=own["_mode"],
+            max_trials=own["_max_trials"], margin=own["_margin"], max_val=own["_max_val"],
         )  # fmt: skip
-        set_field(module, run.datamodule, name, size)
+        tuning.set_field((module, run.datamodule), name, size)
         callback.optimal_batch_size = size
         reload_data(run)

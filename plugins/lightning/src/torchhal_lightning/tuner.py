@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 
-from torchhal import Callback, rng
+from torchhal import rng, tuning
 from torchhal.errors import ConfigurationError
 from torchhal.trainer.adapters import implements
 from torchhal_lightning import _trees as trees
 from torchhal_lightning._errors import raising_lightnings
-from torchhal_lightning._hyperparameter_fields import check_field, find_field, set_field
+from torchhal_lightning._hyperparameter_fields import check_field
 
 _log = logging.getLogger("torchhal")
+
+_MODES = {"power": "power", "binsearch": "binary"}
 
 METHODS = ("fit", "validate", "test", "predict")
 
@@ -31,26 +33,32 @@ QUIET: dict[str, Any] = {
 """Arguments of the Trainer of a trial."""
 
 
-class LearningRates:
-    """What a range test has measured.
+class LearningRates(tuning.LearningRates):
+    """What a range test has measured, with Lightning's names, learning rates and suggestion.
 
     Args:
         mode: "exponential" or "linear".
         lr_min: the first learning rate.
         lr_max: the last one.
         num_training: how many.
-
-    Attributes:
-        results: ``{"lr": [...], "loss": [...]}``; the losses are running averages.
     """
 
     def __init__(self, mode: str, lr_min: float, lr_max: float, num_training: int) -> None:
-        self.mode, self.lr_min, self.lr_max, self.num_training = mode, lr_min, lr_max, num_training
-        self.results: dict[str, list[float]] = {"lr": [], "loss": []}
+        super().__init__(mode, lr_min, lr_max, num_training)
+        self.lr_min, self.lr_max, self.num_training = lr_min, lr_max, num_training
         self._optimal_idx: int | None = None
 
+    @property
+    def results(self) -> dict[str, list[float]]:
+        """``{"lr": [...], "loss": [...]}``; the losses are running averages."""
+        return {"lr": self.lr, "loss": self.smoothed}
+
+    @results.setter
+    def results(self, results: dict[str, list[float]]) -> None:
+        self.lr, self.smoothed = results["lr"], results["loss"]
+
     def lr_of(self, step: int) -> float:
-        """Return the learning rate of an optimizer step, from 0."""
+        """Return the learning rate of a step: Lightning's schedulers leave the second one out."""
         if step == 0:
             return self.lr_min
         share = (step + 1) / self.num_training
@@ -61,22 +69,24 @@ class LearningRates:
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
         """Return the learning rate at which the loss falls most steeply; None where there are too few losses.
 
+        Lightning measures the slope over the learning rate itself, whatever the mode.
+
         Args:
             skip_begin: how many of the first are left out.
             skip_end: how many of the last.
         """
-        kept = range(skip_begin, len(self.results["loss"]) - skip_end)
-        finite = [index for index in kept if torch.isfinite(torch.tensor(self.results["loss"][index]))]
+        kept = range(skip_begin, len(self.smoothed) - skip_end)
+        finite = [index for index in kept if torch.isfinite(torch.tensor(self.smoothed[index]))]
         if len(finite) < 2:
             _log.error("too few losses for a suggestion of a learning rate (%d): try more steps", len(finite))
             self._optimal_idx = None
             return None
-        losses, rates = (torch.tensor([self.results[name][index] for index in finite]) for name in ("loss", "lr"))
+        losses, rates = (torch.tensor([each[index] for index in finite]) for each in (self.smoothed, self.lr))
         steepest = int(torch.argmin(torch.gradient(losses, spacing=[rates])[0]))
         self._optimal_idx = finite[steepest]
-        return self.results["lr"][self._optimal_idx]
+        return self.lr[self._optimal_idx]
 
-    def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
+    def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:  # type: ignore[override]
         """Plot the losses over the learning rates, by matplotlib.
 
         Args:
@@ -87,75 +97,34 @@ class LearningRates:
         Returns:
             The figure.
         """
-        plt: Any = import_module("matplotlib.pyplot")
         if ax is None:
-            figure, ax = plt.subplots()
-        else:
-            figure = ax.figure
-        ax.plot(self.results["lr"], self.results["loss"])
-        if self.mode == "exponential":
-            ax.set_xscale("log")
-        ax.set_xlabel("Learning rate")
-        ax.set_ylabel("Loss")
-        if suggest and self.suggestion() is not None and self._optimal_idx is not None:
-            point = [self.results[name][self._optimal_idx] for name in ("lr", "loss")]
-            ax.plot(*point, markersize=10, marker="o", color="red")
+            ax = import_module("matplotlib.pyplot").subplots()[1]
+        figure = super().plot(ax, suggest=suggest)
         if show:
-            plt.show()
+            import_module("matplotlib.pyplot").show()
         return figure
 
 
-class RangeTest(Callback):
-    """Sets the learning rate of each step of a trial, and notes the loss.
+class RangeTest(tuning.RangeTest):
+    """A range test with Lightning's numbers: one learning rate for all parameter groups, and a slower average.
 
     Args:
         rates: which it fills.
         threshold: a loss that exceeds the best one so many times ends the trial; None: none does.
     """
 
-    beta = 0.98
-
     def __init__(self, rates: LearningRates, threshold: float | None) -> None:
-        self.rates, self.threshold = rates, threshold
-        self.average = self.best = 0.0
-        self._step = 0
+        super().__init__(rates, threshold)
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        if len(trainer.optimizers) != 1:
-            raise ConfigurationError(
-                f"configure_optimizers() must return one optimizer for a range test (got {len(trainer.optimizers)})"
-            )
-        trainer.strategy.lr_scheduler_configs = []
+    def ratios(self, groups: list[dict[str, Any]]) -> list[float]:
+        return [1.0] * len(groups)
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self._step = trainer.global_step
-        for group in trainer.optimizers[0].param_groups:
-            group["lr"] = group["initial_lr"] = self.rates.lr_of(self._step)
+    def smooth(self, loss: float) -> float:
+        self.average = self.smoothing * self.average + (1 - self.smoothing) * loss
+        return self.average / (1 - self.smoothing ** (len(self.rates.lr) + 2))
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        step = trainer.global_step
-        if step == self._step and outputs is not None:
-            return  # inside of an accumulation
-        self.rates.results["lr"].append(self.rates.lr_of(self._step))
-        loss = outputs["loss"] if isinstance(outputs, dict) and outputs else outputs
-        if loss is None or isinstance(loss, dict):
-            self.rates.results["loss"].append(float("nan"))
-            self._end(trainer)
-            return
-        self.average = self.beta * self.average + (1 - self.beta) * float(loss)
-        smoothed = self.average / (1 - self.beta ** (step + 1))
-        diverges = self.threshold is not None and step > 1 and smoothed > self.threshold * self.best
-        if trainer.strategy.broadcast(diverges):
-            trainer.should_stop = True
-        self.rates.results["loss"].append(smoothed)
-        self._end(trainer)
-        if smoothed < self.best or step == 1:
-            self.best = smoothed
-
-    def _end(self, trainer: Any) -> None:
-        """End the trial after so many learning rates, though a batch that the model skips is no step."""
-        if len(self.rates.results["loss"]) >= self.rates.num_training:
-            trainer.should_stop = True
+    def diverges(self, smoothed: float) -> bool:
+        return self.stop_factor is not None and smoothed > self.stop_factor * self.minimum
 
 
 @contextmanager
@@ -259,7 +228,7 @@ class Tuner:
         with restored(model, self._trainer):
             trial.fit(model, train_dataloaders, val_dataloaders, datamodule)
         if update_attr and (lr := rates.suggestion()) is not None:
-            set_field(model, datamodule, name, lr)
+            tuning.set_field((model, datamodule), name, lr)
             _log.info("learning rate set to %s", lr)
         return rates
 
@@ -305,7 +274,7 @@ class Tuner:
         if self._trainer.world_size > 1:
             raise ValueError("the batch size can't be looked for by several processes: use devices=1")
         self._check_callbacks("BatchSizeFinder")
-        if mode not in ("power", "binsearch"):
+        if mode not in _MODES:
             raise ValueError(f"'mode' must be 'power' or 'binsearch' (got {mode!r})")
         if not 0 <= margin < 1:
             raise ValueError(f"'margin' must be from 0 to below 1 (got {margin!r})")
@@ -317,15 +286,16 @@ class Tuner:
 
         def run(size: int) -> int | None:
             """Try a size; return how many samples there are, where it is known."""
-            set_field(model, datamodule, batch_arg_name, size)
+            tuning.set_field((model, datamodule), batch_arg_name, size)
             limits = limits_of(steps_per_trial)
             trial = self._trainer.trial(callbacks=[], max_steps=steps_per_trial, limit_train_batches=1.0, **limits)
             with restored(model, self._trainer):
                 getattr(trial, method)(model, datamodule=datamodule)
             return samples_of(trial, method)
 
-        size = search(run, init_val, mode=mode, max_trials=max_trials, margin=margin, max_val=max_val)
-        set_field(model, datamodule, batch_arg_name, size)
+        out_of_memory = self._trainer.trainer.accelerator.is_out_of_memory
+        size = search(run, out_of_memory, init_val, mode=mode, max_trials=max_trials, margin=margin, max_val=max_val)
+        tuning.set_field((model, datamodule), batch_arg_name, size)
         self._trainer.tuned = TunedData(model, datamodule)
         return size
 
@@ -341,7 +311,7 @@ def find_learning_rate(model: Any, datamodule: Any, name: str) -> str:
         AttributeError: it has none.
     """
     for each in (name,) if name else ("lr", "learning_rate"):
-        if find_field(model, datamodule, each) is not None:
+        if tuning.find_field((model, datamodule), each) is not None:
             return each
     if name:
         raise AttributeError(f"there is no {name!r} in the model or its hyperparameters, as attr_name says")
@@ -352,56 +322,49 @@ def find_learning_rate(model: Any, datamodule: Any, name: str) -> str:
 
 
 def search(
-    run: Callable[[int], int | None], size: int, *, mode: str, max_trials: int, margin: float, max_val: int
+    run: Callable[[int], int | None],
+    out_of_memory: Callable[[BaseException], bool],
+    size: int,
+    *,
+    mode: str,
+    max_trials: int,
+    margin: float,
+    max_val: int,
 ) -> int:
     """Return the largest batch size that fits, by trials.
 
     Args:
-        run: tries a size and returns the number of samples, or None; raises torch's error where memory runs out.
+        run: tries a size and returns the number of samples, or None; raises an error where memory runs out.
+        out_of_memory: whether it is that error.
         size: the first.
         mode: as of :meth:`Tuner.scale_batch_size`.
         max_trials: the same.
-        margin: the same.
+        margin: the same; Lightning reduces a size beyond which no memory ran out, too.
         max_val: the same.
     """
-    fits, fails = 0, None
-    for trial in range(max_trials):
-        size = min(size, max_val)
-        if trial:
-            _log.info("trying batch size %d", size)
+    enough: int | None = None
+
+    def fits(tried: int) -> bool:
+        nonlocal enough
+        _log.info("trying batch size %d", tried)
         try:
-            samples = run(size)
+            samples = run(tried)
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+            if not out_of_memory(error):
                 raise
-            fails = size
-            _log.info("batch size %d does not fit", size)
-        else:
-            fits = size
-            if samples is not None and size >= samples:
-                _log.info("batch size %d is greater or equal than the length of the data, %d", size, samples)
-                break
-            if size >= max_val:
-                break
-        if trial + 1 == max_trials:
-            break
-        if fails is None:
-            size = fits * 2
-        elif fails <= 1 or fails - fits <= 1 or (mode == "power" and fits):
-            break
-        else:
-            size = (fits + fails) // 2 if mode == "binsearch" or not fits else fits
-    if not fits and fails is None:  # no trial was asked for
+            _log.info("batch size %d does not fit", tried)
+            return False
+        if samples is not None and tried >= samples:
+            _log.info("batch size %d is greater or equal than the length of the data, %d", tried, samples)
+            enough = tried
+        return True
+
+    if not max_trials:
         return size
-    if not fits:
-        raise ConfigurationError("not even the smallest batch size that was tried fits into memory")
-    return max(1, int(fits * (1 - margin))) if mode == "binsearch" else fits
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch, or the system, ran out of memory."""
-    words = ("out of memory", "CUDNN_STATUS_NOT_SUPPORTED", "can't allocate memory")
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(word in str(error) for word in words)
+    found = tuning.search_batch_size(
+        fits, start=size, mode=_MODES[mode], max_trials=max_trials, max_size=max_val, limit=lambda: enough
+    )
+    return max(1, int(found * (1 - margin))) if mode == "binsearch" else found
 
 
 def check_no_loaders(loaders: Iterable[Any]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torchhal.accelerators import Accelerator
 from torchhal.capabilities import STANDARD, autocast, collective, compute, store
 from torchhal.cluster import read_int
-from torchhal.errors import AcceleratorUnavailableError, ConfigurationError
+from torchhal.errors import AcceleratorUnavailableError, ConfigurationError, message_of
 from torchhal.plugin import Availability
 from torchhal_xla import _sdk as sdk
 
@@ -146,6 +146,12 @@ class XLAAccelerator(Accelerator):
 
     def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
         self.manual_seed(int.from_bytes(bytes(state.tolist()), "little"))
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Recognise the runtime's status ``RESOURCE_EXHAUSTED`` too."""
+        return super().is_out_of_memory(error) or (
+            isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in message_of(error)
+        )
 
     def memory_stats(self, device: torch.device) -> dict[str, int]:
         """Return the statistics of the device's runtime; empty on the CPU, where it keeps no count."""

@@ -228,6 +228,14 @@ def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
     return new
 
 
+def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
+    """Return a copy of ``loader``, which has a ``batch_size``, that makes batches of ``size`` samples."""
+    new = copy.copy(loader)
+    batch_sampler = BatchSampler(loader.sampler, size, loader.drop_last)
+    new.__dict__.update(batch_size=size, batch_sampler=batch_sampler, _iterator=None)
+    return new
+
+
 def with_batch_sampler(loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[Any]:
     """Return a copy of ``loader`` that takes its batches of indices from ``batch_sampler``."""
     new = copy.copy(loader)

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from torchhal.accelerators import Accelerator
 from torchhal.errors import AcceleratorUnavailableError
 from torchhal.plugin import Availability
@@ -45,6 +47,34 @@ def requests_without_hardware(context: CheckContext) -> None:
         what = f"parse_devices({request!r}) without hardware"
         raises(what, AcceleratorUnavailableError, lambda request=request: accelerator.parse_devices(request), reason)  # type: ignore[misc]
     same("parse_devices('auto') without hardware", accelerator.parse_devices("auto"), ())
+
+
+@check("ACC-71", since="0.2", needs=["device"])
+def out_of_memory(context: CheckContext) -> None:
+    """is_out_of_memory recognises what an allocation beyond all memory raises, also as another error's cause.
+
+    It is False for an error of another kind, and the device works on after the allocation.
+
+    Why: a search for a batch size goes on after it. One that isn't recognised ends the search; a defect of the model
+    that is taken for it goes unseen.
+    Fix: add the words of the vendor's library to super().is_out_of_memory(error).
+    """
+    accelerator, device = context.setup_accelerator()
+    try:
+        torch.empty(1 << 50, dtype=torch.uint8, device=device)
+        accelerator.synchronize(device)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        same(f"is_out_of_memory of what a pebibyte raises, {said}", accelerator.is_out_of_memory(error), True)
+        outer = ValueError("the step has failed")
+        outer.__cause__ = error
+        same("is_out_of_memory of an error that it has caused", accelerator.is_out_of_memory(outer), True)
+    for memory in (torch.OutOfMemoryError("Tried to allocate 1 GiB"), MemoryError()):
+        same(f"is_out_of_memory of {memory!r}", accelerator.is_out_of_memory(memory), True)
+    for other in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), KeyError("memory"), ZeroDivisionError()):
+        same(f"is_out_of_memory of {other!r}", accelerator.is_out_of_memory(other), False)
+    moved = accelerator.batch_to_device(torch.arange(3.0), device)
+    same("a sum on the device after it", float((moved + 1).sum()), 6.0)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,289 @@
+"""find_batch_size: the sizes it finds and refuses, ranks that run out of memory, and what it leaves behind: nothing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quiet_trainer import make
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
+
+from torchhal import DataModule, Module
+from torchhal.errors import ConfigurationError
+from torchhal.tuning import find_batch_size, search_batch_size
+
+SCRIPT = Path(__file__).parent / "scripts" / "find_batch_size.py"
+X = torch.randn(400, 4, generator=torch.Generator().manual_seed(1))
+DATA = TensorDataset(X, X.sum(1, keepdim=True))
+
+
+class Net(Module):
+    """Has memory for so many samples; what it raises beyond, and where, is the test's."""
+
+    def __init__(self, room=100, batch_size=4, where="forward", ranks=(0, 1, 2)):
+        super().__init__()
+        self.save_hyperparameters("batch_size")
+        torch.manual_seed(0)
+        self.body = nn.Linear(4, 1)
+        self.room, self.where, self.ranks = room, where, ranks
+        self.sizes = []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.sizes.append(len(x))
+        self.use_memory("forward")
+        loss = mse_loss(self.body(x), y)
+        loss.register_hook(lambda gradient: self.use_memory("backward"))
+        return loss
+
+    def on_before_optimizer_step(self, optimizer):
+        self.use_memory("step")
+
+    def use_memory(self, where):
+        if self.where == where and self.sizes[-1] > self.room and self.trainer.global_rank in self.ranks:
+            torch.empty(2**50, dtype=torch.uint8)  # a pebibyte: what the CPU's allocator says
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class MakesLoader(Net):
+    def train_dataloader(self):
+        return DataLoader(DATA, self.hparams.batch_size, shuffle=True)
+
+
+def loader(**options):
+    return DataLoader(DATA, **{"batch_size": 4, **options})
+
+
+# -- the search ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("room", "options", "found", "tried"),
+    [
+        (100, {}, 64, [2, 4, 8, 16, 32, 64, 128]),
+        (100, {"mode": "binary"}, 100, [2, 4, 8, 16, 32, 64, 128, 96, 112, 104, 100, 102, 101]),
+        (100, {"mode": "binary", "margin": 0.1}, 90, None),
+        (100, {"start": 1000}, 62, [1000, 500, 250, 125, 62]),
+        (1, {}, 1, [2, 1]),
+        (10**9, {"max_size": 50}, 50, [2, 4, 8, 16, 32, 50]),
+        (10**9, {"max_size": 50, "mode": "binary", "margin": 0.5}, 50, None),
+        (10**9, {"max_trials": 3}, 8, [2, 4, 8]),
+        (10**9, {"limit": lambda: 37}, 37, [2, 4, 8, 16, 32, 37]),
+        (10**9, {"limit": lambda: 37, "start": 64}, 37, [64]),
+    ],
+)
+def test_search(room, options, found, tried):
+    sizes = []
+
+    def fits(size):
+        sizes.append(size)
+        return size <= room
+
+    assert search_batch_size(fits, **options) == found
+    assert tried is None or sizes == tried
+
+
+@given(room=st.integers(1, 3000), start=st.integers(1, 500))
+@settings(max_examples=80, deadline=None)
+def test_binary_search_finds_the_largest(room, start):
+    options = {"start": start, "max_trials": 100}
+    assert search_batch_size(lambda size: size <= room, mode="binary", **options) == room
+    found = search_batch_size(lambda size: size <= room, mode="power", **options)
+    assert found <= room < 2 * found + 2
+
+
+def test_nothing_fits():
+    with pytest.raises(ConfigurationError, match="not even the smallest batch size that was tried, 1, fits"):
+        search_batch_size(lambda size: False)
+    with pytest.raises(ConfigurationError, match="use a smaller model"):
+        find_batch_size(make(), Net(room=0), loader())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"mode": "binsearch"}, "'mode' must be 'power' or 'binary'"),
+        ({"start": 0}, "'start' must be an int of at least 1"),
+        ({"steps": 0}, "'steps' must be an int of at least 1"),
+        ({"max_size": 2.5}, "'max_size' must be an int of at least 1"),
+        ({"max_trials": True}, "'max_trials' must be an int"),
+        ({"margin": 1.0}, "'margin' must be from 0 to below 1"),
+    ],
+)
+def test_bad_arguments(arguments, said):
+    with pytest.raises(ConfigurationError, match=said):
+        find_batch_size(make(), Net(), loader(), **arguments)
+
+
+# -- where the batch size is -----------------------------------------------------------------------------------
+
+
+def test_of_a_loader(accelerator):
+    batches = loader(shuffle=True, generator=torch.Generator().manual_seed(3))
+    model = Net()
+    before, numbers = batches.generator.get_state(), torch.get_rng_state()
+    assert find_batch_size(make(), model, batches) == 64
+    assert find_batch_size(make(), model, batches, mode="binary", margin=0.0) == 100
+    assert batches.batch_size == batches.batch_sampler.batch_size == 4 and model.sizes == []
+    assert torch.equal(batches.generator.get_state(), before) and torch.equal(torch.get_rng_state(), numbers)
+
+
+def test_of_a_hyperparameter_of_the_model():
+    model = MakesLoader()
+    assert find_batch_size(make(), model) == 64
+    assert model.hparams.batch_size == 4
+
+
+def test_of_an_attribute_of_a_data_module():
+    class Data(DataModule):
+        def __init__(self):
+            super().__init__()
+            self.size = 4
+
+        def train_dataloader(self):
+            return DataLoader(DATA, self.size)
+
+    data = Data()
+    for where in ({"datamodule": data}, {"train_dataloaders": data}):
+        assert find_batch_size(make(), Net(), **where, attribute="size") == 64
+    assert data.size == 4
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_never_more_than_all_samples(drop_last):
+    model = Net(room=10**9)
+    assert find_batch_size(make(), model, loader(drop_last=drop_last)) == 400
+    assert find_batch_size(make(), model, loader(), max_size=300) == 300
+    few = RandomSampler(DATA, num_samples=50)
+    assert find_batch_size(make(), model, loader(sampler=few, drop_last=drop_last)) == 50
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield X[0], X[0].sum(0, keepdim=True)
+
+
+def test_of_a_dataset_without_a_length():
+    assert find_batch_size(make(), Net(), DataLoader(Endless(), 4)) == 64
+
+
+class HardCoded(MakesLoader):
+    def train_dataloader(self):
+        return DataLoader(DATA, 32)
+
+
+class OwnSampler(BatchSampler): ...
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"train_dataloaders": [DATA[:4]]}, "a list is no DataLoader"),
+        ({"train_dataloaders": loader(batch_size=None)}, "has batch_size=None, so the dataset makes the batches"),
+        (
+            {"train_dataloaders": DataLoader(DATA, batch_sampler=OwnSampler(RandomSampler(X), 4, False))},
+            "OwnSampler",
+        ),
+        ({"attribute": "bs"}, "Net has no attribute or hyperparameter 'bs'"),
+    ],
+)
+def test_sizes_that_cannot_be_changed(given, said):
+    with pytest.raises(ConfigurationError, match=said):
+        find_batch_size(make(), Net(), **given)
+
+
+def test_a_size_that_the_loader_ignores():
+    with pytest.raises(ConfigurationError, match=r"HardCoded.train_dataloader\(\) has made batches of 32, while"):
+        find_batch_size(make(), HardCoded())
+
+
+def test_another_error_is_the_models():
+    class Fails(Net):
+        def training_step(self, batch, batch_idx):
+            raise ZeroDivisionError("of the model")
+
+    model = Fails()
+    with pytest.raises(ZeroDivisionError, match="of the model"):
+        find_batch_size(make(), model, loader())
+
+
+def test_a_fit_after_it_is_that_without_it():
+    ends = []
+    for searched in (False, True):
+        trainer, model = make(max_epochs=2), MakesLoader()
+        torch.manual_seed(3)
+        if searched:
+            find_batch_size(trainer, model)
+        trainer.fit(model)
+        ends.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
+# -- several processes -----------------------------------------------------------------------------------------
+
+
+def on_a_rank(where, ranks, room=100, start=64):
+    from datetime import timedelta
+
+    from torchhal.strategies import DDPStrategy
+
+    size = int(os.environ["WORLD_SIZE"])
+    trainer = make(strategy=DDPStrategy(timeout=timedelta(seconds=20)), devices=size)
+    model = Net(room=room, where=where, ranks=ranks)
+    try:
+        found = find_batch_size(trainer, model, loader(shuffle=True), start=start)
+    except ConfigurationError as error:
+        found = str(error)
+    trainer.fit(Net(), loader())  # they still meet
+    return found, trainer.global_step
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param((1,), id="one rank"), pytest.param((0, 1, 2), id="every rank", marks=pytest.mark.slow)]
+)
+def test_ranks_that_run_out_of_memory(world, where, ranks):
+    """Whichever of them, and wherever: the others aren't left waiting, and all find the same."""
+    size = world.size
+    assert world.run(on_a_rank, where, ranks) == [(64, -(-100 // size))] * size
+
+
+def test_nothing_fits_on_one_rank(world2):
+    outcomes = world2.run(on_a_rank, "forward", (0,), 0, 2)
+    assert all("not even the smallest batch size" in found for found, _ in outcomes)
+
+
+def failing_on_rank_1():
+    class Fails(Net):
+        def on_before_optimizer_step(self, optimizer):
+            if self.trainer.global_rank == 1:
+                raise ZeroDivisionError("of the model")
+
+    find_batch_size(make(strategy="ddp", devices=2), Fails(), loader())
+
+
+def test_another_error_on_one_rank_is_everybodys(world2):
+    zero, one = world2.outcomes(failing_on_rank_1)
+    assert (one.error, one.message) == ("ZeroDivisionError", "of the model")
+    assert zero.error == "RankFailedError" and "ZeroDivisionError: of the model" in zero.message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork"])
+def test_every_way_to_start_processes(tmp_path, strategy):
+    """The processes that a search starts fit afterwards; no failure is printed for what was to be found."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), strategy], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split("\n")) == {"found 100, 64; then 4 steps", ""}
+    assert "failed" not in done.stderr and "Traceback" not in done.stderr
