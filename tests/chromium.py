@@ -149,6 +149,10 @@ class Page:
             button = "none" if kind == "mouseMoved" else "left"
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, clickCount=1)
 
+    def hover(self, x: float, y: float) -> None:
+        """Move the mouse to a point of the page, in CSS pixels."""
+        self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y, button="none")
+
     def type(self, text: str) -> None:
         """Type a text, letter by letter, into the element that has the focus."""
         for letter in text:
