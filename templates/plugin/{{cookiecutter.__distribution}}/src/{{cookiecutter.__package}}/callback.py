@@ -27,5 +27,5 @@ class {{ cookiecutter.__class }}Callback(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"batches": self.batches}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.batches = state["batches"]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.batches = state_dict["batches"]
