@@ -262,6 +262,22 @@ def test_nothing_fits_on_one_rank(world2):
     assert all("not even the smallest batch size" in found for found, _ in outcomes)
 
 
+def in_a_group_of_its_own():
+    import torch.distributed as dist
+
+    size = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    try:
+        find_batch_size(make(strategy="ddp", devices=size), Net(), loader())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_process_group_of_the_program_is_refused(world2):
+    for outcome in world2.outcomes(in_a_group_of_its_own):
+        assert outcome.error == "ConfigurationError" and "destroy it before the search" in outcome.message
+
+
 def failing_on_rank_1():
     class Fails(Net):
         def on_before_optimizer_step(self, optimizer):
