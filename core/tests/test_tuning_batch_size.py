@@ -254,12 +254,28 @@ def on_a_rank(where, ranks, room=100, start=64):
 def test_ranks_that_run_out_of_memory(world, where, ranks):
     """Whichever of them, and wherever: the others aren't left waiting, and all find the same."""
     size = world.size
-    assert world.run(on_a_rank, where, ranks) == [(64, -(-100 // size))] * size
+    assert world.run(on_a_rank, where, ranks, timeout=90) == [(64, -(-100 // size))] * size
 
 
 def test_nothing_fits_on_one_rank(world2):
-    outcomes = world2.run(on_a_rank, "forward", (0,), 0, 2)
+    outcomes = world2.run(on_a_rank, "forward", (0,), 0, 2, timeout=90)
     assert all("not even the smallest batch size" in found for found, _ in outcomes)
+
+
+def in_a_group_of_its_own():
+    import torch.distributed as dist
+
+    size = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    try:
+        find_batch_size(make(strategy="ddp", devices=size), Net(), loader())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_process_group_of_the_program_is_refused(world2):
+    for outcome in world2.outcomes(in_a_group_of_its_own, timeout=60):
+        assert outcome.error == "ConfigurationError" and "destroy it before the search" in outcome.message
 
 
 def failing_on_rank_1():
@@ -272,7 +288,7 @@ def failing_on_rank_1():
 
 
 def test_another_error_on_one_rank_is_everybodys(world2):
-    zero, one = world2.outcomes(failing_on_rank_1)
+    zero, one = world2.outcomes(failing_on_rank_1, timeout=60)
     assert (one.error, one.message) == ("ZeroDivisionError", "of the model")
     assert zero.error == "RankFailedError" and "ZeroDivisionError: of the model" in zero.message
 

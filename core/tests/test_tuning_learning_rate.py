@@ -278,7 +278,7 @@ def on_a_rank(strategy, steps):
 @pytest.mark.parametrize("strategy", ["ddp", "object"])
 def test_ranks_agree_on_the_mean(world2, strategy):
     """The losses of two ranks are those of one process on the joined batches."""
-    one, other = world2.run(on_a_rank, strategy, 15)
+    one, other = world2.run(on_a_rank, strategy, 15, timeout=60)
     assert one == other and not one[2]
     order = [
         index for start in range(0, 96, 8) for index in (*range(start, start + 8, 2), *range(start + 1, start + 8, 2))

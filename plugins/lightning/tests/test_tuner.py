@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 import torchhal
 from torchhal.errors import ConfigurationError
+from torchhal.tuning import find_batch_size, find_learning_rate
 from torchhal_lightning import Trainer, Tuner
 
 QUIET = {
@@ -192,3 +193,14 @@ def test_two_optimizers(pl):
     type(module).configure_optimizers = lambda self: ([first, second], [])
     with pytest.raises(ConfigurationError, match=r"one optimizer for a range test \(got 2\)"):
         tuner_of(pl, "ours").lr_find(module)
+
+
+def test_torchhals_own_functions(pl):
+    """They take LightningModules, and the Trainer below this one's; a trial's module has the trial for its Trainer."""
+    steps = []
+    module, trainer = tuned(pl), Trainer(**QUIET)
+    type(module).on_train_batch_end = lambda self, outputs, batch, batch_idx: steps.append(self.trainer.global_step)
+    rates = find_learning_rate(trainer.trainer, module, num_steps=12)
+    assert len(rates.lr) == 12 and steps == [*range(1, 13)]
+    assert find_batch_size(trainer.trainer, module, max_size=16) == 16
+    assert module.losses == [] and module.hparams.batch_size == 4 and trainer.global_step == 0

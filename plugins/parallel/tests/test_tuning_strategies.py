@@ -56,7 +56,7 @@ def tuned(strategy):
 
 @pytest.mark.parametrize("strategy", ["zero3", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_equals_ddp(world2, strategy):
-    ((expected, _), _), _ = world2.run(tuned, "ddp", timeout=60)
+    ((expected, _), _), _ = world2.run(tuned, "ddp", timeout=90)
     (losses, size), other = world2.run(tuned, strategy, timeout=90)
     assert (losses, size) == other and size == 32
     for measured in losses:

@@ -6,9 +6,10 @@ import gc
 import logging
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
-from torchhal.errors import DistributedError, RankFailedError
+from torchhal.errors import ConfigurationError, DistributedError, RankFailedError
 from torchhal.trainer._connectors import check_model
 from torchhal.trainer._trial import fit_trial, launch_trials, make_trial
 from torchhal.trainer.adapters import run_of
@@ -73,7 +74,7 @@ def find_batch_size(
 
     Raises:
         ConfigurationError: an argument outside its domain, a batch size that can't be changed, a model that can't be
-            copied; or no size fits.
+            copied, a process group of the program's own with several ranks; or no size fits.
         RankFailedError: a trial failed on another rank, for another reason than memory.
 
     .. versionadded:: 0.2
@@ -83,6 +84,11 @@ def find_batch_size(
     check_model(model)
     if hasattr(train_dataloaders, "train_dataloader"):
         train_dataloaders, datamodule = None, train_dataloaders
+    if trainer.world_size > 1 and dist.is_available() and dist.is_initialized():
+        raise ConfigurationError(
+            "a process group exists already, in which ranks could not leave a trial when another one has run out of "
+            "memory: destroy it before the search, or make it later; the strategy makes one for each trial"
+        )
     check_batch_size_source(model, train_dataloaders, datamodule, attribute)
     check_arguments(mode=mode, margin=margin, start=start, steps=steps, max_trials=max_trials, max_size=max_size)
     trial = make_trial(trainer, max_steps=steps, limit_train_batches=1.0, overfit_batches=0.0)
