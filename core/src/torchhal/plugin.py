@@ -186,7 +186,9 @@ class Hookspecs:
     def torchhal_default_loggers(self) -> Sequence[Component]:  # type: ignore[empty-body]
         """Return loggers that every Trainer with a logger has beside those that it is given.
 
-        An organisation ships them in a package of its own. ``TORCHHAL_DEFAULTS=0`` leaves them out.
+        An organisation ships them in a package of its own, which declares them in its metadata as well, as
+        ``ledger = "logger"`` in the entry points' group ``torchhal.defaults``: a Trainer imports no other manifest to
+        look for them. ``TORCHHAL_DEFAULTS=0`` leaves them out.
 
         .. versionadded:: 0.2
         """
@@ -195,7 +197,9 @@ class Hookspecs:
     def torchhal_default_callbacks(self) -> Sequence[Component]:  # type: ignore[empty-body]
         """Return callbacks that every Trainer has, except one that is given a callback of the same class.
 
-        An organisation ships them in a package of its own. ``TORCHHAL_DEFAULTS=0`` leaves them out.
+        An organisation ships them in a package of its own, which declares them in its metadata as well, as
+        ``audit = "callback"`` in the entry points' group ``torchhal.defaults``. ``TORCHHAL_DEFAULTS=0`` leaves them
+        out.
 
         .. versionadded:: 0.2
         """

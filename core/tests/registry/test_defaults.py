@@ -74,6 +74,13 @@ def torchhal_default_callbacks():
 def torchhal_default_loggers():
     return [Component("ledger", "acme_classes:Ledger")]
 """
+DECLARED = """\
+[torchhal]
+acme = acme_manifest
+[torchhal.defaults]
+audit = callback
+ledger = logger
+"""
 NAMED = """
 @hookimpl
 def torchhal_callbacks():
@@ -231,7 +238,7 @@ def test_registered_classes() -> None:
 
 
 def test_every_run_has_them(classes: Any, tmp_path: Path) -> None:
-    classes.add("acme", MANIFEST)
+    classes.add("acme", MANIFEST, entry_points=DECLARED)
     with in_place(classes):
         trainer = Trainer(default_root_dir=tmp_path, **QUIET)
         trainer.fit(Logs(), BATCHES)
@@ -243,7 +250,7 @@ def test_every_run_has_them(classes: Any, tmp_path: Path) -> None:
 
 
 def test_what_the_user_gives_replaces_them(classes: Any, tmp_path: Path) -> None:
-    classes.add("acme", MANIFEST + NAMED)
+    classes.add("acme", MANIFEST + NAMED, entry_points=DECLARED)
     with in_place(classes):
         trainer = Trainer(logger="ledger", callbacks={"audit": {"level": "low"}}, default_root_dir=tmp_path, **QUIET)
         assert kinds(trainer.loggers) == ["Ledger"]
@@ -254,7 +261,7 @@ def test_what_the_user_gives_replaces_them(classes: Any, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("value", ["0", "false", "OFF"])
 def test_a_variable_leaves_them_out(classes: Any, tmp_path: Path, value: str) -> None:
-    classes.add("acme", MANIFEST)
+    classes.add("acme", MANIFEST, entry_points=DECLARED)
     with in_place(classes, TORCHHAL_DEFAULTS=value):
         trainer = Trainer(default_root_dir=tmp_path, **QUIET)
     assert kinds(trainer.loggers) == ["CSVLogger"] and "Audit" not in kinds(trainer.callbacks)
@@ -262,13 +269,13 @@ def test_a_variable_leaves_them_out(classes: Any, tmp_path: Path, value: str) ->
 
 
 def test_disabled_plugins_bring_none(classes: Any, tmp_path: Path) -> None:
-    classes.add("acme", MANIFEST)
+    classes.add("acme", MANIFEST, entry_points=DECLARED)
     with in_place(classes, TORCHHAL_DISABLE_PLUGINS="acme"):
         assert kinds(Trainer(default_root_dir=tmp_path, **QUIET).loggers) == ["CSVLogger"]
 
 
 def test_explain_says_them(classes: Any, capsys: Any) -> None:
-    classes.add("acme", MANIFEST)
+    classes.add("acme", MANIFEST, entry_points=DECLARED)
     with in_place(classes):
         assert main(["explain", "--accelerator", "cpu"]) == 0
         assert "every run has the callback acme/audit (a default of its plugin; TORCHHAL_DEFAULTS=0 leaves it out)" in (
@@ -281,7 +288,7 @@ def test_explain_says_them(classes: Any, capsys: Any) -> None:
 
 def test_other_manifests_stay_untouched(classes: Any, tmp_path: Path) -> None:
     """A manifest that names no such hook is not imported, also where it imports what core can't look into."""
-    classes.add("acme", MANIFEST)
+    classes.add("acme", MANIFEST, entry_points=DECLARED)
     for number in range(20):
         classes.add(f"other-{number}", "import os, json, acme_elsewhere\nos._exit(1)\n")
     with in_place(classes):
@@ -292,7 +299,7 @@ def test_other_manifests_stay_untouched(classes: Any, tmp_path: Path) -> None:
 
 def test_a_broken_plugin_is_said(classes: Any, tmp_path: Path) -> None:
     """A run goes on without the defaults of a plugin that can't be read, and says so."""
-    classes.add("acme", MANIFEST + "\nraise OSError('no licence')\n")
+    classes.add("acme", MANIFEST + "\nraise OSError('no licence')\n", entry_points=DECLARED)
     with in_place(classes), pytest.warns(UserWarning, match="acme.*no licence"):
         trainer = Trainer(default_root_dir=tmp_path, **QUIET)
     assert "Audit" not in kinds(trainer.callbacks)
@@ -302,7 +309,7 @@ def test_a_default_that_can_t_be_used_is_said(classes: Any, tmp_path: Path) -> N
     manifest = MANIFEST.replace(
         'Component("ledger", "acme_classes:Ledger")', 'Component("ledger", "acme_classes:Absent")'
     )
-    classes.add("acme", manifest)
+    classes.add("acme", manifest, entry_points=DECLARED)
     with in_place(classes), pytest.warns(UserWarning, match="acme/ledger.*the ledger of this host is locked"):
         trainer = Trainer(default_root_dir=tmp_path, **QUIET)
     assert kinds(trainer.loggers) == ["CSVLogger"] and "Audit" in kinds(trainer.callbacks)
@@ -313,14 +320,22 @@ def test_a_default_checkpoint_callback(classes: Any, tmp_path: Path) -> None:
     classes.add(
         "acme",
         MANIFEST.replace("acme_classes:Audit", "acme_classes:Keeper").replace(', defaults={"level": "high"}', ""),
+        entry_points=DECLARED,
     )
     with in_place(classes):
         assert kinds(Trainer(default_root_dir=tmp_path, **QUIET).callbacks)[-1] == "Keeper"
         assert Trainer(default_root_dir=tmp_path, enable_checkpointing=False, **QUIET).callbacks == []
 
 
+def test_what_no_metadata_declares_is_no_default(classes: Any, tmp_path: Path) -> None:
+    """A Trainer reads no manifest to look for defaults, so that any number of plugins costs it nothing."""
+    classes.add("acme", "import os\nos._exit(3)\n" + MANIFEST)
+    with in_place(classes):
+        assert "Audit" not in kinds(Trainer(default_root_dir=tmp_path, **QUIET).callbacks)
+
+
 def test_plugins_lists_them(classes: Any, capsys: Any) -> None:
-    classes.add("acme", MANIFEST + NAMED)
+    classes.add("acme", MANIFEST + NAMED, entry_points=DECLARED)
     with in_place(classes):
         assert main(["plugins"]) == 0
     said = capsys.readouterr().out

@@ -10,6 +10,7 @@ from torchhal.plugin import HOOKS, PROJECT
 from torchhal.registry._declarations import (
     ADAPT,
     AUTO,
+    DEFAULTS,
     DETECT,
     NO_DECLARATIONS,
     Declarations,
@@ -20,7 +21,7 @@ from torchhal.registry._declarations import (
 )
 from torchhal.registry._discovery import DiscoveredPlugin, PluginFilter, find_plugins
 from torchhal.registry._entry import RegistryEntry, why_missing
-from torchhal.registry._manifest_source import may_implement, mentions
+from torchhal.registry._manifest_source import may_implement
 from torchhal.registry._metadata_index import IndexedDistribution
 from torchhal.registry._plugin_loader import PluginRecord, ScanResult
 
@@ -117,12 +118,10 @@ def automatic(
 
 
 def bringing_defaults(index: Iterable[IndexedDistribution]) -> list[DiscoveredPlugin]:
-    """Return the plugins of the distributions with a manifest that names a hook for defaults."""
-    hooks = [HOOKS["default_logger"], HOOKS["default_callback"]]
+    """Return the plugins of the distributions that declare a logger or a callback for every Trainer."""
     found: list[DiscoveredPlugin] = []
     for distribution in index:
-        targets = [value for _, value in read_group(distribution.text or "", PROJECT)]
-        if any(mentions(hooks, target.partition(":")[0].strip(), distribution.folder) for target in targets):
+        if f"[{DEFAULTS}]" in (distribution.text or ""):
             found += find_plugins(distribution.load())
     return sorted(found, key=lambda plugin: (plugin.distribution, plugin.name))
 

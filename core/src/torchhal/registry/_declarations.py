@@ -1,9 +1,10 @@
 """Read what a distribution's entry_points.txt declares for detection, so that its manifest need not be imported.
 
-Three groups stand beside that of the manifests. In ``torchhal.detect`` an environment variable names the cluster
+Four groups stand beside that of the manifests. In ``torchhal.detect`` an environment variable names the cluster
 environment that it announces; in ``torchhal.auto`` an accelerator names the module without which ``accelerator="auto"``
-can't take it; in ``torchhal.adapt`` a package names the model adapter of objects whose classes come from it.
-All hold for the whole distribution.
+can't take it; in ``torchhal.adapt`` a package names the model adapter of objects whose classes come from it; in
+``torchhal.defaults`` an alias of a logger or a callback that every Trainer has names its kind. All hold for the whole
+distribution.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torchhal.plugin import PROJECT, alias_problem
 DETECT: Final = f"{PROJECT}.detect"
 AUTO: Final = f"{PROJECT}.auto"
 ADAPT: Final = f"{PROJECT}.adapt"
-GROUPS: Final = (PROJECT, DETECT, AUTO, ADAPT)
+DEFAULTS: Final = f"{PROJECT}.defaults"
+GROUPS: Final = (PROJECT, DETECT, AUTO, ADAPT, DEFAULTS)
 
 _HEADERS = tuple(f"[{group}]".encode() for group in GROUPS)
 _HAS_GROUP = re.compile(rf"^[ \t]*(?:{'|'.join(re.escape(f'[{group}]') for group in GROUPS)})", re.MULTILINE)
@@ -79,7 +81,7 @@ def only_declarations_malformed(text: str) -> bool:
     for line in map(str.strip, text.splitlines()):
         if line.startswith("[") and line.endswith("]"):
             group = line[1:-1]
-        elif line and not line.startswith("#") and "=" not in line and group and group not in (DETECT, AUTO, ADAPT):
+        elif line and not line.startswith("#") and "=" not in line and group and group not in GROUPS[1:]:
             return False
     return True
 

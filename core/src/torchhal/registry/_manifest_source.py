@@ -6,7 +6,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 _IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+(\.*)(\w*)", re.MULTILINE)
 _DYNAMIC = re.compile(r"import\s*\*|\b(?:__getattr__|__dict__|__import__|globals|vars|locals|setattr|exec|eval)\b")
@@ -31,20 +31,6 @@ def may_implement(hook: str, module: str, folder: str | None) -> bool:
         return True
     harmless = sys.stdlib_module_names | {"torchhal", "pluggy"}
     return any(dots or top not in harmless for dots, top in _IMPORT.findall(source))
-
-
-def mentions(hooks: Iterable[str], module: str, folder: str | None) -> bool:
-    """Return whether the source of the manifest ``module`` names one of ``hooks``; False where there is no source.
-
-    Args:
-        hooks: as ``["torchhal_default_callbacks"]``.
-        module: dotted name of the manifest.
-        folder: in which its distribution is installed, if known.
-    """
-    if module in sys.modules:
-        return any(hasattr(sys.modules[module], hook) for hook in hooks)
-    source = _source(module, folder)
-    return source is not None and any(hook in source for hook in hooks)
 
 
 def _source(module: str, folder: str | None) -> str | None:

@@ -202,7 +202,7 @@ class Registry:
     def defaults(self) -> tuple[list[RegistryEntry], list[str]]:
         """Return the loggers and callbacks that every Trainer has, and notes on plugins that may bring one and can't.
 
-        They come from plugins whose manifest names one of the two hooks in its source; no other manifest is imported.
+        They come from plugins whose metadata has the group ``torchhal.defaults``; no other manifest is imported.
         None with ``TORCHHAL_DEFAULTS=0``.
 
         Raises:

@@ -12,7 +12,8 @@ class {{ cookiecutter.__class }}Callback(Callback):
     """Callback that counts the batches of training, in this process.
 
     A hook that nobody overrides is never called. One that calls a collective of ``trainer.strategy`` calls it on every
-    rank. To be on every run of your organisation, return the component from ``torchhal_default_callbacks`` too.
+    rank. To be on every run of your organisation, return the component from ``torchhal_default_callbacks`` too, and
+    declare it in the entry points' group ``torchhal.defaults``.
     """
 
     def __init__(self) -> None:
