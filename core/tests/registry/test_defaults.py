@@ -287,7 +287,7 @@ def test_explain_says_them(classes: Any, capsys: Any) -> None:
 
 
 def test_other_manifests_stay_untouched(classes: Any, tmp_path: Path) -> None:
-    """A manifest that names no such hook is not imported, also where it imports what core can't look into."""
+    """A manifest of a plugin that declares no default is not imported."""
     classes.add("acme", MANIFEST, entry_points=DECLARED)
     for number in range(20):
         classes.add(f"other-{number}", "import os, json, acme_elsewhere\nos._exit(1)\n")
