@@ -26,9 +26,9 @@ class LedgerLogger(ServiceLogger):
         self.url, self.asked_id = url, run_id
 
     def connect(self):
-        known = self.asked_id or self.remembered().get("run_id")
+        known = self.asked_id or self.run_state().get("run_id")
         answer = self.post({"run": known} if known else {"begin": self.run_name})
-        self.remember(run_id=answer["run"])
+        self.update_run_state(run_id=answer["run"])
         return answer["run"]
 
     def send(self, experiment, records):
@@ -47,6 +47,30 @@ class LedgerLogger(ServiceLogger):
 
     def options(self):
         return {"url": self.url}
+
+
+class MemoryLogger(LedgerLogger):
+    """A library that keeps what it is given until the run ends; ``lose`` makes it forget, as if its service was lost."""
+
+    service = "memory"
+    writes_at_end = True
+    lose = False
+
+    def connect(self):
+        self.kept = []
+        return super().connect(), object()
+
+    def send(self, experiment, records):
+        if self.lose:
+            self.lose = False
+            self.disconnect()
+            raise ConnectionError("lost")
+        self.kept.extend(records)
+
+    def end(self, experiment, status):
+        self.post({"run": experiment[0], "records": self.kept})
+        self.post({"run": experiment[0], "status": status})
+        self.disconnect()
 
 
 class Ledger:

@@ -19,9 +19,10 @@ from torchhal import Callback, Module, Trainer
 
 
 class Model(Module):
-    def __init__(self):
+    def __init__(self, width=4):
         super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(width, 1)
 
     def training_step(self, batch, batch_idx):
         loss = self.layer(batch).pow(2).mean()

@@ -6,10 +6,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 import warnings
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import chromium
@@ -192,11 +195,104 @@ def test_the_programs_own_mlflow_is_left_alone(server, tmp_path):
 
 def test_a_run_that_the_server_has_lost_begins_anew(server, tmp_path):
     logger = MLflowLogger("gone", tracking_uri=server.url, save_dir=tmp_path, version="v")
-    logger.remember(run_id="0" * 32)
+    logger.update_run_state(run_id="0" * 32)
     logger.log_metrics({"loss": 1.0}, 0)
     with pytest.warns(UserWarning, match="has no run '0000"):
         logger.finalize("success")
     assert server.curve(logger.run_id, "loss") == [(0, 1.0)]
+
+
+def test_a_second_call_is_running_until_it_ends(server, tmp_path):
+    logger = MLflowLogger("twice", tracking_uri=server.url, save_dir=tmp_path, timeout=scaled(60))
+    logger.log_metrics({"loss": 1.0}, 0)
+    logger.finalize("success")
+    assert server.run(logger.run_id)["info"]["status"] == "FINISHED"
+    logger.log_metrics({"loss": 0.5}, 1)
+    end = time.monotonic() + scaled(30)
+    while len(server.curve(logger.run_id, "loss")) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert server.run(logger.run_id)["info"]["status"] == "RUNNING"
+    logger.finalize("interrupted")
+    assert server.run(logger.run_id)["info"]["status"] == "KILLED"
+
+
+def test_an_experiment_of_a_path(server, tmp_path):
+    """As Databricks has them."""
+    logger = MLflowLogger("/Users/me/../x", tracking_uri=server.url, save_dir=tmp_path)
+    logger.log_metrics({"loss": 1.0}, 0)
+    logger.finalize("success")
+    assert logger.name == "/Users/me/../x" and logger.log_dir == str(tmp_path / "Users" / "me" / "x" / "version_0")
+    found = server.get("experiments/get-by-name", experiment_name="/Users/me/../x")["experiment"]
+    assert server.run(logger.run_id)["info"]["experiment_id"] == found["experiment_id"]
+
+
+@pytest.mark.parametrize(("given", "kept"), [
+    ("sqlite:///mlflow.db", "sqlite:///{cwd}/mlflow.db"), ("sqlite:////data/x.db", "sqlite:////data/x.db"),
+    ("mlruns", "{cwd}/mlruns"), ("file:mlruns", "file:{cwd}/mlruns"), ("http://a:1", "http://a:1"),
+    ("databricks", "databricks"), ("postgresql://user:word@host/db", {"withheld": "MLFLOW_TRACKING_URI"}),
+])  # fmt: skip
+def test_what_is_kept_of_an_address(tmp_path, monkeypatch, given, kept):
+    """For a process that begins elsewhere, and without a password."""
+    monkeypatch.chdir(tmp_path)
+    options = MLflowLogger(tracking_uri=given, save_dir=tmp_path).options()
+    expected = kept if isinstance(kept, dict) else kept.format(cwd=tmp_path)
+    assert options["tracking_uri"] == expected and "word" not in json.dumps(options)
+
+
+class Proxy(BaseHTTPRequestHandler):
+    """Passes requests on to ``server.behind``, or answers as a proxy does that has lost what is behind it."""
+
+    def do_GET(self):
+        content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.server.has_lost:
+            return self.reply(404, b"<html>default backend - 404</html>", "text/html")
+        request = urllib.request.Request(self.server.behind + self.path, content or None, method=self.command)
+        request.add_header("Content-Type", self.headers.get("Content-Type") or "application/json")
+        try:
+            with urllib.request.urlopen(request) as answer:
+                self.reply(answer.status, answer.read(), answer.headers["Content-Type"])
+        except urllib.error.HTTPError as error:
+            self.reply(error.code, error.read(), error.headers["Content-Type"])
+
+    do_POST = do_PATCH = do_PUT = do_GET
+
+    def reply(self, status, content, kind):
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_proxy_that_has_lost_its_server_refuses_nothing(server, tmp_path):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        proxy.behind, proxy.has_lost = server.url, False
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{proxy.server_port}"
+        logger = MLflowLogger("proxy", tracking_uri=url, save_dir=tmp_path, timeout=scaled(60))
+        logger.log_metrics({"loss": 0.0}, 0)
+        logger.finalize("success")
+        proxy.has_lost = True
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(1, 5):
+                logger.log_metrics({"loss": float(step)}, step)
+            end = time.monotonic() + scaled(30)
+            while not caught:
+                assert time.monotonic() < end
+                logger.save()
+                time.sleep(0.1)
+            proxy.has_lost = False
+            logger.finalize("success")
+            while len(server.curve(logger.run_id, "loss")) < 5:
+                assert time.monotonic() < end
+                time.sleep(0.1)
+        assert ["can't be reached" in str(warning.message) for warning in caught] == [True]
+        proxy.shutdown()
 
 
 def test_the_curve_is_on_the_servers_page(server, tmp_path):

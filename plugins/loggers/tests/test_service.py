@@ -19,7 +19,7 @@ from logged_fit import Model
 
 from torchhal import Trainer
 from torchhal_loggers import ServiceError
-from torchhal_loggers._send_command import load
+from torchhal_loggers._sync_command import load
 
 SCRIPT = Path(__file__).with_name("logged_fit.py")
 
@@ -120,8 +120,9 @@ def test_what_is_no_image_is_said_at_once(ledger, tmp_path, value, kind, says):
         LedgerLogger(ledger.url, save_dir=tmp_path).log_image("x", value)
 
 
+@pytest.mark.parametrize("mode", ["min", "max"])  # with max, the first one stays the best
 @pytest.mark.parametrize(("log_model", "best", "all_of_them"), [(False, 0, 0), (True, 1, 1), ("all", 1, 3)])
-def test_checkpoints(ledger, tmp_path, log_model, best, all_of_them):
+def test_checkpoints(ledger, tmp_path, mode, log_model, best, all_of_them):
     from torchhal import ModelCheckpoint
 
     ledger.start()
@@ -129,7 +130,7 @@ def test_checkpoints(ledger, tmp_path, log_model, best, all_of_them):
     trainer = Trainer(
         logger=LedgerLogger(ledger.url, save_dir=tmp_path, log_model=log_model), max_epochs=3, accelerator="cpu",
         devices=1, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=ModelCheckpoint(monitor="val/loss", save_top_k=-1),
+        callbacks=ModelCheckpoint(monitor="val/loss", mode=mode, save_top_k=-1),
     )  # fmt: skip
     trainer.fit(Model(), loader, loader)
     found = [record["checkpoint"] for record in ledger.records("checkpoint")]
@@ -164,7 +165,7 @@ def test_a_service_that_does_not_answer_costs_bounded_time_and_is_said_once(ledg
     assert len(said) == 1 and said[0].startswith("ledger ") and "Training goes on" in said[0], said
     ledger.kill()
     ledger.start()  # it is back, and another process sends the rest
-    command = [sys.executable, "-m", "torchhal", "send-logs", logger.log_dir]
+    command = [sys.executable, "-m", "torchhal", "sync-logs", logger.log_dir]
     subprocess.run(command, check=True, env=_with_ledger(), timeout=90)
     assert sorted(set(ledger.steps())) == list(range(400)) == ledger.steps()
 
@@ -195,7 +196,9 @@ def test_a_service_that_is_lost_in_mid_run_gets_the_rest_when_it_is_back(ledger,
 def test_the_end_is_told_when_the_service_is_back(ledger, tmp_path):
     logger = LedgerLogger(ledger.url, save_dir=tmp_path, timeout=0.2)
     log(logger, range(3))
-    with pytest.warns(UserWarning, match=r"waits in .*version_0/ledger', and is sent as soon as .* version=0, or by"):
+    with pytest.warns(
+        UserWarning, match=r"3 records wait in .*version_0/ledger' until ledger answers.* version=0, or by"
+    ):
         logger.finalize("failed")
     ledger.start()
     wait_until(lambda: ledger.statuses() == ["failed"])
@@ -216,7 +219,7 @@ def test_a_fit_without_its_service_trains_as_with_it(ledger, tmp_path):
     assert done.returncode == 0 and ", 1 warnings ledger can't be reached" in done.stdout, done.stderr
     ledger.start()
     again = load(tmp_path / "experiment" / "version_0" / "ledger")
-    assert again.send_kept(30) == 0 and len(ledger.steps()) == 18 and len(ledger.runs()) == 1
+    assert again.send_pending(30) == 0 and len(ledger.steps()) == 18 and len(ledger.runs()) == 1
 
 
 @pytest.mark.slow
@@ -287,6 +290,7 @@ def test_a_killed_fit_loses_nothing_and_goes_on_in_its_run(ledger, tmp_path):
     assert len(ledger.runs()) == 1
     steps = [record["step"] for record in ledger.records() if "loss" in record["metrics"]]
     assert steps == [*range(1, 14), *range(1, 9)], "all of the first that was logged, and then the second"
+    assert [record["params"] for record in ledger.records("params")] == [{"width": 4}] * 2
 
 
 @pytest.mark.slow
@@ -380,11 +384,11 @@ def test_send_logs_says_what_is_wrong(tmp_path, capfd):
     from torchhal.__main__ import main
 
     (tmp_path / "empty").mkdir()
-    assert main(["send-logs", str(tmp_path / "empty")]) == 1
+    assert main(["sync-logs", str(tmp_path / "empty")]) == 1
     assert "holds no records of a service" in capfd.readouterr().err
     (tmp_path / "lies").mkdir()
     (tmp_path / "lies" / "records.jsonl").write_text("{}\n")
     for content in ("", "[]", '{"logger": "os:path", "options": {}}', '{"logger": "nowhere:X", "options": {}}'):
         (tmp_path / "lies" / "run.json").write_text(content)
-        assert main(["send-logs", str(tmp_path / "lies")]) == 1
+        assert main(["sync-logs", str(tmp_path / "lies")]) == 1
         assert "run.json" in capfd.readouterr().err

@@ -149,21 +149,153 @@ def test_no_credentials_are_an_error_before_anything_starts(tmp_path, monkeypatc
         Trainer(logger=name, accelerator="cpu", devices=1)
 
 
-def test_media_and_hyperparameters_are_taken(service, tmp_path, monkeypatch):
+def classes():
     from torchhal_loggers import CometLogger, SwanLabLogger, TrackioLogger, WandbLogger
 
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    classes = {"comet": CometLogger, "swanlab": SwanLabLogger, "trackio": TrackioLogger, "wandb": WandbLogger}
-    logger = classes[service](save_dir=tmp_path, **SERVICES[service][0], timeout=scaled(60))
+    return {"comet": CometLogger, "swanlab": SwanLabLogger, "trackio": TrackioLogger, "wandb": WandbLogger}
+
+
+@pytest.fixture
+def make(service, tmp_path):
+    """Make a logger of the service in this process."""
+
+    def make(project="project", **options):
+        given = {"timeout": scaled(60), **SERVICES[service][0], **options}
+        return classes()[service](project, save_dir=tmp_path, **given)
+
+    return make
+
+
+def test_media_and_hyperparameters_are_taken(service, make, tmp_path, recwarn):
+    logger = make()
     logger.log_hyperparams({"lr": 0.1, "net": {"depth": 3}, "object": object()})
     logger.log_text("note", "hello", 1)
     logger.log_image("picture", torch.rand(3, 8, 8), 1)
     logger.log_metrics({"loss": 1.0}, 1)
     logger.finalize("success")
-    assert not logger._notes and logger._outbox.is_empty
+    assert (logger.service_dir / "records.jsonl").stat().st_size == int((logger.service_dir / "sent").read_text())
+    assert not [warning for warning in recwarn if str(warning.message).startswith(service)]
     if service in {"wandb", "swanlab"}:  # the other ones put it into a zip file or a database's folder
         sent = [path for path in tmp_path.rglob("*.png") if path.parent != logger.service_dir / "images"]
         assert sent, "its own copy of the picture"
+
+
+def test_two_loggers_in_turn_have_a_run_each(service, make, tmp_path):
+    """SwanLab and Comet have one run per process."""
+    pytest.importorskip("google.protobuf")
+    first, second = make("first"), make("second")
+    for step in range(3):
+        first.log_metrics({"loss": float(step)}, step)
+    first.finalize("success")
+    second.log_metrics({"loss": 10.0}, 10)
+    second.finalize("success")
+    first.log_metrics({"loss": 3.0}, 3)
+    first.finalize("success")
+    assert all(
+        (logger.service_dir / "records.jsonl").stat().st_size == int((logger.service_dir / "sent").read_text())
+        for logger in (first, second)
+    )
+    if service in {"comet", "swanlab"}:  # these write below the run's folder
+        read = SERVICES[service][1]
+        assert [step for step, _ in read(first.service_dir)[1]] == [0, 1, 2, 3]
+        assert [step for step, _ in read(second.service_dir)[1]] == [10]
+
+
+def test_a_sweep_leaves_no_run_open(tmp_path):
+    pytest.importorskip("wandb")
+    import wandb
+
+    from torchhal_loggers import WandbLogger
+
+    runs = []
+    for step in range(4):
+        logger = WandbLogger(save_dir=tmp_path, mode="offline", timeout=scaled(60))
+        logger.log_metrics({"loss": 1.0}, step)
+        logger.finalize("success")
+        runs.append(logger.experiment)
+        assert wandb.run is runs[-1]
+    assert len({run.id for run in runs}) == 4
+    assert all(run._is_finished for run in runs[:-1]), "each ends where the next begins"
+    runs[-1].finish()
+
+
+def test_late_hyperparameters(make, service):
+    if service != "trackio":
+        pytest.skip("trackio alone sends a run's config with its first row only")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    logger = make("late")
+    logger.log_hyperparams({"lr": 0.1})
+    logger.log_metrics({"loss": 1.0}, 0)
+    logger.finalize("success")
+    logger.log_hyperparams({"lr": 0.2, "more": 1})
+    logger.finalize("success")
+    with sqlite3.connect(SQLiteStorage.get_project_db_path("late")) as connection:
+        (content,) = connection.execute("SELECT config FROM configs").fetchone()
+    config = json.loads(content)
+    assert config["lr"] == 0.2 and config["more"] == 1
+
+
+@pytest.mark.parametrize(("name", "option", "near"), [
+    ("wandb", "notess", "did you mean 'notes'"), ("comet", "log_git_metadat", "did you mean 'log_git_metadata'"),
+    ("swanlab", "descripton", "did you mean 'description'"), ("trackio", "server_ur", "did you mean 'server_url'"),
+    ("wandb", "projet", "did you mean 'project'"), ("wandb", "resume", "which the logger gives itself"),
+])  # fmt: skip
+def test_misspelled_options(tmp_path, name, option, near):
+    pytest.importorskip(PACKAGES.get(name, name))
+    with pytest.raises(ConfigurationError, match=rf"has no argument '{option}': {near}"):
+        classes()[name](save_dir=tmp_path, **SERVICES[name][0], **{option: 1})
+
+
+def test_what_wandb_was_given_survives_a_kill(tmp_path):
+    """The logger says that a record is sent when wandb's own process has it in its file."""
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2 as messages
+
+    from torchhal_loggers._wandb_file import Records
+
+    script = f"""
+import os, signal, time
+from torchhal_loggers import WandbLogger
+logger = WandbLogger(save_dir={str(tmp_path)!r}, mode="offline")
+logger.log_hyperparams({{"lr": 0.1}})
+for step in range(100):
+    logger.log_metrics({{"loss": float(step)}}, step)
+records = logger.service_dir / "records.jsonl"
+sent = logger.service_dir / "sent"
+while not sent.exists() or int(sent.read_text()) < records.stat().st_size:
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=scaled(100))
+    assert done.returncode == -9
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    kinds = []
+    for content in Records(path).read():
+        record = messages.Record()
+        record.ParseFromString(content)
+        kinds.append(record.WhichOneof("record_type"))
+    assert kinds.count("history") == 100 and kinds.count("config") == 1
+
+
+def test_a_program_that_ends_without_finalize(service, tmp_path):
+    """The library is imported while the program runs, since it can't be when the interpreter ends."""
+    script = f"""
+import json, sys, torchhal_loggers
+made = getattr(torchhal_loggers, sys.argv[1])(save_dir={str(tmp_path)!r}, **json.loads(sys.argv[2]))
+for step in range(20):
+    made.log_metrics({{"loss": 1.0}}, step)
+"""
+    name = classes()[service].__name__
+    environ = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script, name, json.dumps({**SERVICES[service][0], "timeout": scaled(60)})],
+        check=False, capture_output=True, text=True, timeout=scaled(150), env=environ,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    records = next(tmp_path.rglob("records.jsonl"))
+    assert int(records.with_name("sent").read_text()) == records.stat().st_size, done.stderr
+    assert [step for step, _ in SERVICES[service][1](tmp_path)[1]] == list(range(20))
 
 
 @pytest.mark.parametrize(("name", "environ"), [
@@ -179,6 +311,6 @@ def test_a_service_out_of_reach_is_said_once_and_costs_bounded_time(tmp_path, na
         command, check=False, capture_output=True, text=True, timeout=scaled(150), env={**os.environ, **environ}
     )
     assert done.returncode == 0, done.stderr
-    assert ", 1 warnings " in done.stdout and "torchhal send-logs" in done.stdout and "Training goes on" in done.stdout
+    assert ", 1 warnings " in done.stdout and "torchhal sync-logs" in done.stdout and "Training goes on" in done.stdout
     records = (tmp_path / "torchhal_logs" / "version_0" / name / "records.jsonl").read_text().splitlines()
     assert sum('"loss"' in line for line in records) == 16

@@ -407,10 +407,15 @@ def report_failure(run: Run, error: BaseException) -> BaseException:
             _log.exception("%s.on_exception failed", type(callback).__name__)
     run.phases.fail(raised)
     try:
-        run.finalize_loggers("failed")
+        run.finalize_loggers("interrupted" if is_interruption(raised) else "failed")
     except Exception:
         _log.exception("a logger could not be closed")
     return raised
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Return whether somebody asked for this end: by a signal, to this rank or another, or by ``sys.exit``."""
+    return isinstance(error, KeyboardInterrupt | SystemExit) or bool(getattr(error, "stop_signal", None))
 
 
 def tear_down_hooks(run: Run, fn: str, *, failed: bool = False) -> None:

@@ -75,9 +75,18 @@ class RunOutput:
             logger.log_metrics(numbers, step)
 
     def finalize_loggers(self, status: str) -> None:
-        if self.is_global_zero:
-            for logger in self.loggers:
+        """Finalize every logger; an error of one doesn't keep the others from writing, and is raised then."""
+        first: Exception | None = None
+        for logger in self.loggers if self.is_global_zero else ():
+            try:
                 logger.finalize(status)
+            except Exception as error:
+                if first is None:
+                    first = error
+                else:
+                    _log.exception("%s.finalize failed too", type(logger).__name__)
+        if first is not None:
+            raise first
 
     # -- messages --------------------------------------------------------------------------------------------
 

@@ -8,8 +8,9 @@ from torchhal.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from torchhal_loggers.comet import CometLogger
+    from torchhal_loggers.errors import ServiceError
     from torchhal_loggers.mlflow import MLflowLogger
-    from torchhal_loggers.service import ServiceError, ServiceLogger
+    from torchhal_loggers.service import ServiceLogger
     from torchhal_loggers.swanlab import SwanLabLogger
     from torchhal_loggers.trackio import TrackioLogger
     from torchhal_loggers.wandb import WandbLogger
@@ -31,7 +32,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "CometLogger": "comet",
         "MLflowLogger": "mlflow",
-        "ServiceError": "service",
+        "ServiceError": "errors",
         "ServiceLogger": "service",
         "SwanLabLogger": "swanlab",
         "TrackioLogger": "trackio",

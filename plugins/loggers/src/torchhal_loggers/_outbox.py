@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 try:
     import fcntl
@@ -17,6 +18,13 @@ except ImportError:  # without POSIX: one process at a time has to send
 Record = dict[str, Any]
 
 _BLOCK: Final = 1 << 20
+
+
+class Line(NamedTuple):
+    """A line of an outbox: its record, None if the line is torn, and the place behind it."""
+
+    record: Record | None
+    end: int
 
 
 class Outbox:
@@ -34,6 +42,7 @@ class Outbox:
         self.records_path = folder / "records.jsonl"
         self._sent_path = folder / "sent"
         self._file: int | None = None
+        self._close_file: weakref.finalize[Any, Any] | None = None
         self._is_torn = False
 
     # -- append ------------------------------------------------------------------------------------------------
@@ -47,6 +56,7 @@ class Outbox:
         if self._file is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.records_path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            self._close_file = weakref.finalize(self, os.close, self._file)
             end = os.lseek(self._file, 0, os.SEEK_END)
             self._is_torn = end > 0 and os.pread(self._file, 1, end - 1) != b"\n"
         line = json.dumps(record, default=str, separators=(",", ":")).encode() + b"\n"
@@ -69,9 +79,9 @@ class Outbox:
 
     def close(self) -> None:
         """Close the file; the next :meth:`append` opens it again."""
-        if self._file is not None:
-            os.close(self._file)
+        if self._close_file is not None:
             self._file = None
+            self._close_file()
 
     # -- send --------------------------------------------------------------------------------------------------
 
@@ -82,36 +92,43 @@ class Outbox:
             yield
             return
         with open(self.folder / "lock", "ab") as lock:
-            with suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+            _locks.add(lock.fileno())
+            try:
+                with suppress(OSError):
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                yield
+            finally:
+                with suppress(OSError):
+                    fcntl.flock(lock, fcntl.LOCK_UN)  # closing isn't enough: a process that was forked has it open
+                _locks.discard(lock.fileno())
 
-    def unsent(self, limit: int, start: int | None = None) -> tuple[list[Record], int]:
-        """Return the next records, at most ``limit``, and the place behind them, for :meth:`mark_sent`.
+    def unsent(self, limit: int, start: int | None = None) -> list[Line]:
+        """Return the next lines, at most ``limit``.
 
         Args:
-            limit: how many records at most.
+            limit: how many lines at most.
             start: the place to read from; by default what was sent.
         """
-        start = self.sent if start is None else start
+        end = self.sent if start is None else start
         try:
             with open(self.records_path, "rb") as file:
-                file.seek(start)
+                file.seek(end)
                 content = file.read(_BLOCK)
                 while b"\n" not in content and (more := file.read(_BLOCK)):  # a record longer than a block
                     content += more
         except FileNotFoundError:
-            return [], start
-        records: list[Record] = []
-        end = start
+            return []
+        lines: list[Line] = []
         for line in content.splitlines(keepends=True):
-            if len(records) == limit or not line.endswith(b"\n"):
+            if len(lines) == limit or not line.endswith(b"\n"):
                 break
             end += len(line)
-            with suppress(ValueError):
-                if isinstance(record := json.loads(line), dict):
-                    records.append(record)
-        return records, end
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            lines.append(Line(record if isinstance(record, dict) else None, end))
+        return lines
 
     @property
     def sent(self) -> int:
@@ -136,15 +153,36 @@ class Outbox:
         return self.sent == self.size
 
     def count_unsent(self) -> int:
-        """Return how many records the service doesn't have."""
+        """Return how many records the service doesn't have, beside the ends of runs."""
         try:
             with open(self.records_path, "rb") as file:
                 file.seek(self.sent)
-                return sum(line.endswith(b"\n") and line != b"\n" for line in file)
+                return sum(line.endswith(b"\n") and not line.startswith((b"\n", b'{"status":')) for line in file)
         except FileNotFoundError:
             return 0
 
+    def ends_with_status(self) -> bool:
+        """Return whether the newest record is the end of a call of the Trainer."""
+        with open(self.records_path, "rb") as file:
+            file.seek(max(0, self.size - 256))
+            return file.read().rstrip(b"\n").rpartition(b"\n")[2].startswith(b'{"status":')
+
     def mark_sent(self, place: int) -> None:
-        """Note that the service has everything before ``place``."""
-        with open(os.open(self._sent_path, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as file:
-            file.write(f"{place:020}".encode())  # as long as what it replaces
+        """Note that the service has everything before ``place``; for who holds :meth:`sending`."""
+        if place > self.sent:
+            with open(os.open(self._sent_path, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as file:
+                file.write(f"{place:020}".encode())  # as long as what it replaces
+
+
+_locks: set[int] = set()
+"""Descriptors of the locks that threads of this process hold, which a process that it forks must not keep."""
+
+
+def _close_locks() -> None:
+    while _locks:
+        with suppress(OSError):
+            os.close(_locks.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_locks)

@@ -20,8 +20,8 @@ def torchhal_loggers() -> list[Component]:
 def torchhal_commands() -> list[Component]:
     return [
         Component(
-            "send-logs",
-            "torchhal_loggers._send_command:configure",
+            "sync-logs",
+            "torchhal_loggers._sync_command:configure",
             "send what a run has logged and its service didn't get",
         )
     ]

@@ -8,8 +8,10 @@ from typing import Any
 
 def plain(value: Any) -> Any:
     """Return nested dicts and lists of str, int, float, bool and None; of anything else its text."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value if type(value) in {bool, int, float, str, type(None)} else str(value)
+    if type(value) in {bool, int, float, str, type(None)}:
+        return value
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a number of numpy's or torch's
+        return plain(value.item())
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

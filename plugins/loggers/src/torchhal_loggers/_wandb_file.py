@@ -1,8 +1,9 @@
-"""Count the rows in the file that wandb's own process writes, to know what would survive a kill."""
+"""Count the records in the file that wandb's own process writes, to know what would survive a kill."""
 
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from pathlib import Path
 from typing import Final
 
@@ -56,8 +57,8 @@ class Records:
         return found
 
 
-class HistoryCounter:
-    """Counts the rows of a ``.wandb`` file, which grows.
+class RecordCounter:
+    """Counts the records of a ``.wandb`` file, which grows, by their kind.
 
     Args:
         path: the file, which need not exist yet.
@@ -65,14 +66,14 @@ class HistoryCounter:
 
     def __init__(self, path: Path) -> None:
         self._records = Records(path)
-        self._rows = 0
+        self._counts: Counter[str] = Counter()
 
-    def count(self) -> int:
-        """Return the number of rows in the file."""
+    def count(self) -> Counter[str]:
+        """Return how many records of each kind, such as ``"history"`` or ``"config"``, are in the file."""
         from wandb.proto import wandb_internal_pb2 as messages
 
         for content in self._records.read():
             record = messages.Record()
             record.ParseFromString(content)
-            self._rows += record.WhichOneof("record_type") == "history"
-        return self._rows
+            self._counts[record.WhichOneof("record_type")] += 1
+        return self._counts

@@ -6,13 +6,18 @@ import os
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from torchhal.errors import ConfigurationError
 from torchhal.vendor_package import VendorPackage
+from torchhal_loggers._options import check_further_options, check_name, without_secrets
 from torchhal_loggers._outbox import Record
+from torchhal_loggers._single_run import SingleRun
 from torchhal_loggers._values import flatten
-from torchhal_loggers.service import ServiceLogger, check_name
+from torchhal_loggers.service import ServiceLogger
+
+_turn: Final = SingleRun()
+_OWN_ARGUMENTS: Final = {"offline_directory"}
 
 
 class CometLogger(ServiceLogger):
@@ -22,6 +27,9 @@ class CometLogger(ServiceLogger):
     Comet's experiment ends with each call of the Trainer and is continued by the next. Offline it writes a zip file for
     each of these, in ``<log folder>/comet``, for ``comet upload``; it has a zip file only when it has ended, so after a
     kill the next run with the same ``version`` writes everything again.
+
+    Comet has one experiment per process: one that the program has begun is an error, and of two loggers that are used
+    in turn each ends the other's.
 
     Args:
         project: the project.
@@ -79,6 +87,11 @@ class CometLogger(ServiceLogger):
             on_error=on_error,
             timeout=timeout,
         )
+        if config_options:
+            self.load()
+            import comet_ml
+
+            check_further_options(type(self), config_options, comet_ml.ExperimentConfig, _OWN_ARGUMENTS)
         self._display_name = name
         self._key = experiment_key
         self._workspace = workspace
@@ -88,7 +101,7 @@ class CometLogger(ServiceLogger):
     def check_credentials(self) -> None:
         if not self._online or os.environ.get("COMET_API_KEY"):
             return
-        self.package.load()
+        self.load()
         import comet_ml
 
         if not comet_ml.get_config()["comet.api_key"]:
@@ -100,13 +113,24 @@ class CometLogger(ServiceLogger):
     @property
     def experiment_key(self) -> str | None:
         """Comet's key of the experiment; None before it has begun."""
-        return self._key or self.remembered().get("experiment_key")
+        return self._key or self.run_state().get("experiment_key")
 
     # -- in the thread -----------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        super().load()
+        import comet_ml  # noqa: F401 - while the program doesn't end yet, when it can't be imported any more
 
     def connect(self) -> Any:
         import comet_ml
 
+        _turn.take(self)
+        running = comet_ml.get_running_experiment()
+        if running is not None and not running.ended:  # which comet_ml.start would end
+            raise RuntimeError(
+                "Comet has one experiment per process, and this one has begun another: end it with its end(), or leave "
+                "comet_ml.start to the logger"
+            )
         key = self.experiment_key
         quiet: dict[str, Any] = {
             "auto_output_logging": False, "auto_param_logging": False, "auto_metric_logging": False,
@@ -117,7 +141,7 @@ class CometLogger(ServiceLogger):
         if not self._online:
             folder.mkdir(parents=True, exist_ok=True)
             quiet["offline_directory"] = str(folder)
-        is_known = "experiment_key" in self.remembered()
+        is_known = "experiment_key" in self.run_state()
         if not is_known:
             quiet |= {"name": self._display_name or self.run_name, "tags": self._tags}
         key = key or uuid.uuid4().hex
@@ -131,12 +155,12 @@ class CometLogger(ServiceLogger):
         )
         if not experiment.alive:  # it would take everything, and send nothing
             raise ConnectionError("Comet doesn't answer, or doesn't take the API key")
-        self.remember(experiment_key=experiment.get_key())
+        self.update_run_state(experiment_key=experiment.get_key())
         return experiment
 
     def send(self, experiment: Any, records: Sequence[Record]) -> None:
         if not experiment.alive:
-            self.disconnected()
+            self.disconnect()
             raise ConnectionError("Comet doesn't answer any more")
         for record in records:
             step = record.get("step")
@@ -159,8 +183,16 @@ class CometLogger(ServiceLogger):
     def end(self, experiment: Any, status: str) -> None:
         if self._online and not experiment.flush():
             raise ConnectionError("Comet doesn't take everything")
+        self.disconnect()
         experiment.end()
-        self.disconnected()
 
     def options(self) -> dict[str, Any]:
-        return {"project": self.name, "workspace": self._workspace, "online": self._online, "name": self._display_name}
+        return {
+            "project": self.name,
+            "name": self._display_name,
+            "experiment_key": self._key,
+            "workspace": self._workspace,
+            "online": self._online,
+            "tags": self._tags,
+            **without_secrets(self._config_options),
+        }

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from torchhal.vendor_package import VendorPackage
+from torchhal_loggers._options import check_name, withheld
 from torchhal_loggers._outbox import Record
 from torchhal_loggers._values import flatten
-from torchhal_loggers.service import ServiceLogger, check_name
+from torchhal_loggers.service import ServiceLogger
 
 _NOT_IN_NAMES: Final = re.compile(r"[^\w\-. :/]")
 _METRICS_PER_CALL: Final = 1000
@@ -87,7 +88,7 @@ class MLflowLogger(ServiceLogger):
         if tracking_uri is None:  # as set in this process, for those that it starts
             mlflow = sys.modules.get("mlflow")
             tracking_uri = mlflow.get_tracking_uri() if mlflow else os.environ.get("MLFLOW_TRACKING_URI")
-        self._uri = tracking_uri
+        self._uri = _absolute(tracking_uri) if tracking_uri else None
         self._run_name = run_name
         self._run_id = run_id
         self._tags = {**(tags or {}), **({"group": group} if group else {})}
@@ -95,34 +96,44 @@ class MLflowLogger(ServiceLogger):
             self._tags["mlflow.parentRunId"] = parent_run_id
         self._artifact_location = artifact_location
         self._step = 0
+        self._is_remote = True
+        self._is_terminated = False
         self._params: dict[str, str] = {}
         self._spelled: dict[str, str] = {}
 
     @property
     def run_id(self) -> str | None:
         """MLflow's id of the run; None before MLflow has it."""
-        return self._run_id or self.remembered().get("run_id")
+        return self._run_id or self.run_state().get("run_id")
 
     # -- in the thread -----------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        super().load()
+        import mlflow.tracking  # noqa: F401 - while the program doesn't end yet, when it can't be imported any more
 
     def connect(self) -> Any:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
-        client = MlflowClient(self._uri)
+        client = MlflowClient(self._uri or self.run_state().get("tracking_uri"))
+        self._is_remote = client.tracking_uri.startswith(("http", "databricks"))
         if (run_id := self.run_id) is not None:
             try:
                 run = client.get_run(run_id)
                 client.update_run(run_id, status="RUNNING")
             except MlflowException as error:
-                if self._run_id is not None or _status_code(error) != 404:
+                if self._run_id is not None or not self._is_run_gone(error):
                     raise
-                self.note(f"has no run {run_id!r} any more, in which this one would go on: it begins another")
+                self.warn_later(f"has no run {run_id!r} any more, in which this one would go on: it begins another")
                 run = self._create_run(client)
         else:
             run = self._create_run(client)
-        self.remember(run_id=run.info.run_id)
+        self.update_run_state(run_id=run.info.run_id)
+        if self._uri is None and not _has_password(client.tracking_uri):
+            self.update_run_state(tracking_uri=_absolute(client.tracking_uri))
+        self._is_terminated = False
         self._params = dict(run.data.params)
         return client
 
@@ -142,9 +153,20 @@ class MLflowLogger(ServiceLogger):
         return client.create_run(identity, run_name=self._run_name or self.run_name, tags=self._tags)
 
     def send(self, experiment: Any, records: Sequence[Record]) -> None:
+        try:
+            self._send(experiment, records)
+        except Exception as error:
+            if self._is_run_gone(error):
+                self.disconnect()
+            raise
+
+    def _send(self, experiment: Any, records: Sequence[Record]) -> None:
         from mlflow.entities import Metric
 
         run_id = self.run_id
+        if self._is_terminated:
+            experiment.update_run(run_id, status="RUNNING")
+            self._is_terminated = False
         metrics = []
         for record in records:
             stamp, step = int(record["time"] * 1000), self._step_of(record)
@@ -170,7 +192,7 @@ class MLflowLogger(ServiceLogger):
         for name, value in flatten(params).items():
             key, text = self._spell(name)[:_LONGEST_NAME], str(value)[:_LONGEST_PARAM]
             if self._params.get(key, text) != text:
-                self.note(f"keeps the first value of a hyperparameter: {name} stays {self._params[key]!r}")
+                self.warn_later(f"keeps the first value of a hyperparameter: {name} stays {self._params[key]!r}")
             elif key not in self._params:
                 new[key] = text
         for part in _parts(list(new.items()), _PARAMS_PER_CALL):
@@ -195,9 +217,21 @@ class MLflowLogger(ServiceLogger):
 
     def end(self, experiment: Any, status: str) -> None:
         experiment.set_terminated(self.run_id, _STATUS[status])
+        self._is_terminated = True
 
     def is_refusal(self, error: Exception) -> bool:
-        return _status_code(error) in {400, 404, 413}
+        return self._answer(error) == 400
+
+    def _is_run_gone(self, error: Exception) -> bool:
+        return self._answer(error) == 404
+
+    def _answer(self, error: Exception) -> int | None:
+        """Return the status that MLflow itself has given; None where a proxy before it has answered, or nobody."""
+        from mlflow.exceptions import MlflowException, RestException
+
+        if not isinstance(error, RestException if self._is_remote else MlflowException):
+            return None
+        return int(error.get_http_status_code())
 
     def _step_of(self, record: Record) -> int:
         """Return the step of a record; MLflow has none without, so that is the one before."""
@@ -209,26 +243,39 @@ class MLflowLogger(ServiceLogger):
         """Return ``name`` as MLflow allows it."""
         spelled = _NOT_IN_NAMES.sub("_", name)
         if spelled != name and not any(spelt != own for spelt, own in self._spelled.items()):
-            self.note(f"allows letters, digits and '_-. :/' in names: what was logged as {name!r} is {spelled!r} there")
+            self.warn_later(
+                f"allows letters, digits and '_-. :/' in names: what was logged as {name!r} is {spelled!r} there"
+            )
         if self._spelled.setdefault(spelled, name) != name:
-            self.note(f"has one name, {spelled!r}, for {self._spelled[spelled]!r} and {name!r}: rename one of them")
+            self.warn_later(
+                f"has one name, {spelled!r}, for {self._spelled[spelled]!r} and {name!r}: rename one of them"
+            )
         return spelled
 
     def options(self) -> dict[str, Any]:
         return {
             "experiment_name": self.name,
-            "tracking_uri": self._uri if "@" not in (self._uri or "") else None,  # no password in the run's folder
+            "tracking_uri": withheld("MLFLOW_TRACKING_URI") if _has_password(self._uri or "") else self._uri,
             "run_name": self._run_name,
+            "run_id": self._run_id,
             "tags": self._tags,
+            "artifact_location": self._artifact_location,
         }
+
+
+def _has_password(uri: str) -> bool:
+    return "@" in uri.partition("://")[2].partition("?")[0]
+
+
+def _absolute(uri: str) -> str:
+    """Return the address of a database or folder as it is called from everywhere."""
+    start = next((start for start in ("sqlite:///", "file://", "file:") if uri.startswith(start)), "")
+    path = uri[len(start) :]
+    if path in {"", ":memory:", "databricks"} or (not start and ":" in uri):
+        return uri
+    return start + os.path.abspath(path)
 
 
 def _parts(items: list[Any], length: int) -> Iterator[list[Any]]:
     for start in range(0, len(items), length):
         yield items[start : start + length]
-
-
-def _status_code(error: Exception) -> int | None:
-    from mlflow.exceptions import MlflowException
-
-    return error.get_http_status_code() if isinstance(error, MlflowException) else None

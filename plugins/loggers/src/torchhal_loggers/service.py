@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import atexit
-import json
+import functools
 import os
+import sys
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from torchhal.errors import ConfigurationError, TorchhalError, message_of
+from torchhal.errors import message_of
 from torchhal.plugin import Availability
 from torchhal.trainer.loggers import FolderLogger, NullExperiment, as_dict, is_rank_zero
 from torchhal.vendor_package import VendorPackage, availability_from
+from torchhal_loggers._checkpoint_reports import CheckpointReport, CheckpointReports
 from torchhal_loggers._media import figure_png, image_png
+from torchhal_loggers._messages import Messages
+from torchhal_loggers._options import folder_of
 from torchhal_loggers._outbox import Outbox, Record
+from torchhal_loggers._run_state import RunState
 from torchhal_loggers._sender import Sender
 from torchhal_loggers._values import plain
 
@@ -27,10 +31,7 @@ if TYPE_CHECKING:
 
 _ON_ERROR: Final = ("warn", "raise")
 _AFTER_A_FAILURE_S: Final = 5.0
-
-
-class ServiceError(TorchhalError, RuntimeError):
-    """A service doesn't answer, or refuses what it is sent, and the logger was asked to raise."""
+_CONNECT_AGAIN_S: Final = 30.0
 
 
 class ServiceLogger(FolderLogger):
@@ -38,8 +39,8 @@ class ServiceLogger(FolderLogger):
 
     Each record is written to ``save_dir/name/version_N/<service>/records.jsonl`` first, and a thread sends it from
     there: no step waits for the service. While the service is away, records wait; they are sent when it is back, by the
-    next run with the same ``version``, or by ``torchhal send-logs FOLDER``. So nothing that a log method has returned
-    from is lost, not even by a kill.
+    next run with the same ``version``, or by ``torchhal sync-logs FOLDER``. So nothing that a log method has returned
+    from is lost, not even by a kill; what was on its way at that moment may come twice.
 
     A subclass names its ``service`` and ``package`` and defines :meth:`connect`, :meth:`send` and :meth:`end`, which
     are called in the thread. A record is a dict with one of these keys, beside ``"time"`` (seconds since 1970) and,
@@ -84,7 +85,7 @@ class ServiceLogger(FolderLogger):
         on_error: str = "warn",
         timeout: float = 30.0,
     ) -> None:
-        super().__init__(save_dir, name, version)
+        super().__init__(save_dir, folder_of(name) if isinstance(name, str) else name, version)
         self.package.check()
         if not isinstance(prefix, str):
             raise TypeError(f"'prefix' must be a str (got {prefix!r})")
@@ -94,11 +95,12 @@ class ServiceLogger(FolderLogger):
             raise ValueError(f"'on_error' must be 'warn' or 'raise' (got {on_error!r})")
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout < float("inf"):
             raise ValueError(f"'timeout' must be a number of seconds (got {timeout!r})")
+        self._experiment_name = name or ""
         self._prefix = f"{prefix}-" if prefix else ""
         self._log_model = log_model
         self._on_error = on_error
         self._timeout = float(timeout)
-        self._best: tuple[str, Any] | None = None
+        self._folder: Path | None = None  # of this logger's files, where it isn't that of the version
         self.check_credentials()
         self._start_in_process()
 
@@ -109,21 +111,26 @@ class ServiceLogger(FolderLogger):
         self._sender: Sender | None = None
         self._experiment: Any = None
         self._connecting = threading.RLock()
-        self._said_failure = False
-        self._waits = False
-        self._notes: list[str] = []
-        self._said_notes = 0
-        self._refused: dict[str, str] = {}
-        self._checkpoints: dict[str, str] = {}  # what was reported, with what it was reported as
+        self._connect_again = 0.0  # by the clock, for the user's calls
+        self._messages = Messages(self.service, self._on_error)
+        self._status: str | None = None  # with which the last call of the Trainer ended
+        self._is_ended = True  # and nothing was logged since
+        self._is_away = False  # the end has waited for the service in vain
+        self._at_exit: Any = None
+        self._checkpoints = CheckpointReports(self._log_model)
 
     @classmethod
     def availability(cls) -> Availability:
         return availability_from(cls.package.check)
 
+    @property
+    def name(self) -> str:
+        return self._experiment_name
+
     # -- of a subclass -----------------------------------------------------------------------------------------
 
     def connect(self) -> Any:
-        """Begin the run at the service, or go on with that of :meth:`remembered`, and return its object.
+        """Begin the run at the service, or go on with that of :meth:`run_state`, and return its object.
 
         Raises:
             Exception: the service doesn't answer; this is called again after a while.
@@ -139,7 +146,8 @@ class ServiceLogger(FolderLogger):
 
         Raises:
             Exception: the service doesn't answer, and is sent all of them again later; or it refuses one
-                (:meth:`is_refusal`), and is sent them one by one.
+                (:meth:`is_refusal`), and is sent them one by one. One that fails again and again where those behind it
+                go through is passed over, as one that is refused.
         """
         raise NotImplementedError(f"{type(self).__name__} must define send(experiment, records)")
 
@@ -165,55 +173,67 @@ class ServiceLogger(FolderLogger):
     def options(self) -> dict[str, Any]:
         """Return arguments of the constructor, as plain data and without secrets.
 
-        With these, and with ``save_dir`` and ``version``, ``torchhal send-logs`` makes the logger again, in a process
-        that knows nothing else of the run.
+        With these ``torchhal sync-logs`` makes the logger again, in a process that knows nothing else of the run.
         """
         return {}
 
-    def remembered(self) -> dict[str, Any]:
-        """Return what was given to :meth:`remember`, by an earlier process too; empty at first."""
-        try:
-            state = json.loads(self._state_path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return state if isinstance(state, dict) else {}
+    def run_state(self) -> dict[str, Any]:
+        """Return what was given to :meth:`update_run_state`, by an earlier process too; empty at first."""
+        return RunState(self.service_dir / "run.json").read()
 
-    def remember(self, **state: Any) -> None:
-        """Keep plain data, such as the id of the run at the service, in the run's folder."""
-        self._state_path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._state_path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps({**self.remembered(), **state}), encoding="utf-8")
-        os.replace(temporary, self._state_path)
+    def update_run_state(self, **values: Any) -> None:
+        """Keep plain data, such as the id of the run at the service, in the run's folder.
+
+        Raises:
+            OSError: it can't be written.
+        """
+        RunState(self.service_dir / "run.json").update(**values)
 
     @property
     def service_dir(self) -> Path:
         """The folder of what this logger keeps of a run."""
-        return Path(self.log_dir, self.service)
+        return self._folder or Path(self.log_dir, self.service)
 
     @property
     def run_name(self) -> str:
         """What people see as the run's name at the service, where they chose none."""
-        return os.path.basename(self.log_dir)
+        return str(self.run_state().get("run_name") or os.path.basename(self.log_dir))
+
+    def disconnect(self) -> None:
+        """Let the next use connect again; for :meth:`end`, where the library's object can't be used any more."""
+        self._experiment = None
 
     @property
-    def _state_path(self) -> Path:
-        return self.service_dir / "run.json"
+    def is_connected(self) -> bool:
+        """True if this process has an object of the library."""
+        return self._experiment is not None and self._process == os.getpid()
+
+    @property
+    def is_ended(self) -> bool:
+        """True if nothing was logged since the last call of the Trainer has ended."""
+        return self._is_ended
+
+    def warn_later(self, text: str) -> None:
+        """Have something about the service's records said, with its name before it, once; from any thread."""
+        self._messages.add(text)
 
     # -- of the Trainer and the user ---------------------------------------------------------------------------
 
     @property
     def experiment(self) -> Any:
-        """The object of the service's library; on ranks other than 0 one that ignores every call.
+        """The object of the service's library, which ignores every call on other ranks and while the service is away.
 
         Raises:
-            ServiceError: the service doesn't answer.
+            ServiceError: the service doesn't answer, and ``on_error`` is ``"raise"``.
         """
-        if not is_rank_zero():
+        if not is_rank_zero() or time.monotonic() < self._connect_again:
             return NullExperiment()
         try:
-            return self.connected()
+            return self.get_experiment()
         except Exception as error:
-            raise ServiceError(f"{self.service} can't be reached: {message_of(error)}") from error
+            self._connect_again = time.monotonic() + _CONNECT_AGAIN_S
+            self._messages.fail(f"can't be reached ({message_of(error)})")
+            return NullExperiment()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         self._append("metrics", {self._prefix + str(name): float(value) for name, value in metrics.items()}, step)
@@ -237,37 +257,44 @@ class ServiceLogger(FolderLogger):
             self._append_png({key: figure_png(figure)}, step)
 
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        callback = checkpoint_callback
-        self._best = (callback.best_model_path, callback.best_model_score)
-        if self._log_model == "all":
-            for path in filter(None, (callback.best_model_path, callback.last_model_path)):
-                self._report_checkpoint(path, path == callback.best_model_path, callback.current_score)
+        for report in self._checkpoints.after_save(checkpoint_callback):
+            self._append_checkpoint(report)
         self.save()
 
     def save(self) -> None:
         """Make what was logged survive a failure of this machine; the service may get it later."""
-        if self._outbox is not None and self._process == os.getpid():
-            try:
-                self._outbox.sync()
-            except OSError as error:
-                self._fail(f"{error}")
+        self._sync()
         self._report()
 
     def finalize(self, status: str) -> None:
         """Send what is left, for ``timeout`` seconds at most; for five where a run fails, whose end others wait for."""
         if not is_rank_zero() or self._outbox is None or self._process != os.getpid():
             return
-        if self._log_model is True and self._best is not None and self._best[0]:
-            self._report_checkpoint(self._best[0], True, self._best[1])
-        self.save()
-        self._drain(status)
+        for report in self._checkpoints.at_end():
+            self._append_checkpoint(report)
+        if not self._is_ended or status != self._status:
+            self._write({"status": status, "time": time.time()})
+        self._is_ended, self._status = True, status
+        self._sync()
+        self._drain(self._longest_wait(status))
+        self._outbox.close()
 
-    def _drain(self, status: str) -> None:
+    def _longest_wait(self, status: str) -> float:
+        return self._timeout if status == "success" else min(self._timeout, _AFTER_A_FAILURE_S)
+
+    def _sync(self) -> None:
+        if self._outbox is not None and self._process == os.getpid():
+            try:
+                self._outbox.sync()
+            except OSError as error:
+                self._messages.fail(f"{error}")
+
+    def _drain(self, timeout: float) -> None:
+        assert self._outbox is not None
         sender = self._thread_of_sender()
-        timeout = self._timeout if status == "success" else min(self._timeout, _AFTER_A_FAILURE_S)
-        self._waits = not sender.drain(timeout, status)
-        if self._waits and sender.failure is None:
-            self._fail(f"has not taken everything within {timeout:g} s (timeout=...). {self._what_to_do()}")
+        self._is_away = not sender.drain(timeout)
+        if self._is_away and sender.failure is None:
+            self._messages.fail(f"has not taken everything within {timeout:g} s (timeout=...). {self._what_to_do()}")
         self._report()
 
     # -- records -----------------------------------------------------------------------------------------------
@@ -275,141 +302,171 @@ class ServiceLogger(FolderLogger):
     def _append(self, kind: str, values: Any, step: int | None = None) -> None:
         if not is_rank_zero():
             return
-        if self._process != os.getpid():
-            self._start_in_process()
         record: Record = {kind: values, "time": time.time()}
         if kind not in {"params", "checkpoint"}:
-            record["step"] = step
+            record["step"] = None if step is None else int(step)
+        if self._write(record):
+            self._is_ended = self._is_away = False
+            self._report()
+
+    def _write(self, record: Record) -> bool:
+        """Write a record to the outbox; return whether that could be done."""
         try:
-            if self._outbox is None:
-                self._outbox = self._open_outbox()
-            self._outbox.append(record)
+            self._open_outbox().append(record)
         except OSError as error:
-            self._fail(f"can't be sent what is logged, as it can't be written to {str(self.service_dir)!r}: {error}")
-            return
-        self._waits = False
+            self._messages.fail(
+                f"can't be sent what is logged, as it can't be written to {str(self.service_dir)!r}: {error}"
+            )
+            return False
         self._thread_of_sender().wake()
-        self._report()
+        return True
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid():  # forked
+            self._start_in_process()
 
     def _open_outbox(self) -> Outbox:
-        outbox = Outbox(self.service_dir)
-        self.remember(logger=f"{type(self).__module__}:{type(self).__qualname__}", options=self.options())
-        return outbox
+        self._check_process()
+        if self._outbox is None:
+            if self._folder is None:
+                self.reserve()
+            kind = f"{type(self).__module__}:{type(self).__qualname__}"
+            self.update_run_state(logger=kind, options=self.options(), run_name=self.run_name)
+            self._outbox = Outbox(self.service_dir)
+        return self._outbox
 
     def _append_png(self, pictures: Mapping[str, bytes], step: int | None) -> None:
-        if self._process != os.getpid():
-            self._start_in_process()
-        folder = self.service_dir / "images"
         paths = {}
         for key, content in pictures.items():
+            path = Path("images", f"{time.time_ns()}.png")
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-                path = folder / f"{time.time_ns()}.png"
-                path.write_bytes(content)
+                self._open_outbox()
+                (self.service_dir / "images").mkdir(parents=True, exist_ok=True)
+                (self.service_dir / path).write_bytes(content)
             except OSError as error:
-                self._fail(f"can't be sent an image, which can't be written: {error}")
+                self._messages.fail(f"can't be sent an image, which can't be written: {error}")
                 return
-            paths[self._prefix + key] = str(path)
+            paths[self._prefix + key] = path.as_posix()
         self._append("image", paths, step)
 
-    def _report_checkpoint(self, path: str, is_best: bool, score: Any) -> None:
-        stamp = f"{is_best} {_changed(path)}"
-        if self._checkpoints.get(path) != stamp:
-            self._checkpoints[path] = stamp
-            score = None if score is None else float(score)
-            self._append("checkpoint", {"path": os.path.abspath(path), "is_best": is_best, "score": score})
+    def with_absolute_paths(self, record: Record) -> Record:
+        """Return a record of the file, whose pictures are named from the run's folder, as :meth:`send` has it."""
+        if "image" not in record:
+            return record
+        return {**record, "image": {key: str(self.service_dir / path) for key, path in record["image"].items()}}
+
+    def _append_checkpoint(self, report: CheckpointReport) -> None:
+        self._append("checkpoint", {**report._asdict(), "path": os.path.abspath(report.path)})
 
     # -- the service -------------------------------------------------------------------------------------------
 
-    def connected(self) -> Any:
-        """Return what :meth:`connect` returned, which is called once per process."""
+    def load(self) -> None:
+        """Import the service's library.
+
+        Raises:
+            ConfigurationError: it can't be.
+        """
+        self.package.load()
+
+    def get_experiment(self) -> Any:
+        """Return what :meth:`connect` returned, which is called once, or again after :meth:`disconnect`."""
+        self._check_process()
         with self._connecting:
-            if self._process != os.getpid():
-                self._start_in_process()
             if self._experiment is None:
-                self.package.load()
+                self.load()
                 self._experiment = self.connect()
-                self._at_exit()  # an exit runs the newest first: this, and then what the library has registered
+                self._register_exit()  # an exit runs the newest first: this, and then what the library has registered
             return self._experiment
-
-    def disconnected(self) -> None:
-        """Let the next use connect again; for :meth:`end`, where the library's object can't be used any more."""
-        self._experiment = None
-
-    @property
-    def was_connected(self) -> bool:
-        """True if this process has connected."""
-        return self._experiment is not None
 
     def _thread_of_sender(self) -> Sender:
         if self._sender is None:
             assert self._outbox is not None
             self._sender = Sender(self, self._outbox)
-            self._at_exit()
+            self._register_exit()
         return self._sender
 
-    def _at_exit(self) -> None:
-        atexit.register(_send_rest, weakref.ref(self), os.getpid())
+    def release(self) -> bool:
+        """End the library's run, for another logger to begin one; return False while this one is sending.
 
-    def _fail(self, what: str) -> None:
-        text = f"{self.service} {what}"
-        if self._on_error == "raise":
-            raise ServiceError(text)
-        if not self._said_failure:
-            self._said_failure = True
-            warnings.warn(f"{text}. Training goes on without it", UserWarning, stacklevel=2)
+        The next record goes on in it.
+        """
+        if not self.is_connected:
+            return True
+        if self._sender is not None and not self._sender.suspend():
+            return False
+        if self.is_connected:  # by the user, and nothing was logged
+            self.end(self._experiment, "interrupted")
+        return True
 
-    def _what_to_do(self) -> str:
-        return (
-            f"What is logged waits in {str(self.service_dir)!r}, and is sent as soon as {self.service} answers, by a "
-            f"later run with version={self.version!r}, or by 'torchhal send-logs {self.service_dir}'"
-        )
-
-    def note(self, text: str) -> None:
-        """Have something about the service's records said, with its name before it, once; from any thread."""
-        if text not in self._notes:
-            self._notes.append(text)
+    def record_rejected(self, record: Record, error: BaseException) -> None:
+        """Note that the service refused a record for good, and why."""
+        self._messages.reject(record, error)
 
     def _report(self) -> None:
-        """Say once that the service is away, and each note."""
-        sender = self._sender
-        if sender is not None and sender.failure is not None and not self._said_failure:
-            self._fail(f"can't be reached ({message_of(sender.failure)}). {self._what_to_do()}")
-        if self._refused and self._on_error == "raise":
-            raise ServiceError(f"{self.service} has refused {next(iter(self._refused.values()))}")
-        while self._said_notes < len(self._notes):
-            text = f"{self.service} {self._notes[self._said_notes]}"
-            self._said_notes += 1
-            warnings.warn(text, UserWarning, stacklevel=2)
+        """Say once that the service is away, and whatever else there is."""
+        failure = self._sender.failure if self._sender is not None else None
+        if failure is not None and not self._messages.said_failure:
+            self._messages.fail(f"can't be reached ({message_of(failure)}). {self._what_to_do()}")
+        self._messages.report()
 
-    def refuse(self, record: Record, error: Exception) -> None:
-        """Note that the service refused a record for good, and why; the first of its kind is said.
+    def _what_to_do(self) -> str:
+        number = self._outbox.count_unsent() if self._outbox is not None else 0
+        waits = f"{number} record{'s' * (number != 1)} wait{'s' * (number == 1)}" if number else "What is logged waits"
+        return (
+            f"{waits} in {str(self.service_dir)!r} until {self.service} answers, to be sent by this run, by one with "
+            f"version={self.version!r}, or by 'torchhal sync-logs {self.service_dir}'"
+        )
 
-        Raises:
-            ServiceError: it is asked for, with ``on_error="raise"``, from the next call of the logger.
+    @classmethod
+    def from_folder(cls, folder: Path, options: Mapping[str, Any]) -> ServiceLogger:
+        """Return a logger for a run of an earlier process.
+
+        Args:
+            folder: :attr:`service_dir` of that run's, wherever it is now.
+            options: what :meth:`options` returned.
         """
-        kind = next((key for key in record if key not in {"step", "time"}), "record")
-        if kind not in self._refused:
-            self._refused[kind] = f"{kind} {str(record.get(kind))[:200]}: {message_of(error)}"
-            if self._on_error == "warn":
-                self.note(f"has refused {self._refused[kind]}. The rest is sent without it")
+        made = cls(**{**options, "save_dir": folder.parent.parent, "version": folder.parent.name})
+        made._folder = folder.absolute()
+        return made
 
-    def send_kept(self, timeout: float) -> int:
+    def send_pending(self, timeout: float) -> int:
         """Send what an earlier process couldn't, and return how many records the service still doesn't have.
 
         Args:
             timeout: how many seconds to wait at most.
         """
-        self._timeout = timeout
         self._outbox = Outbox(self.service_dir)
         if not self._outbox.is_empty:
-            self._drain("success")
+            if self.writes_at_end and not self._outbox.ends_with_status():
+                self._outbox.append({"status": "interrupted", "time": time.time()})
+            self._drain(timeout)
         return self._outbox.count_unsent()
+
+    # -- the end of the process --------------------------------------------------------------------------------
+
+    def _register_exit(self) -> None:
+        if self._at_exit is not None:
+            atexit.unregister(self._at_exit)
+        self._at_exit = functools.partial(_end_at_exit, weakref.ref(self), os.getpid())
+        atexit.register(self._at_exit)
+
+    def _end_in_time(self) -> None:
+        """Send the rest, where nobody has called :meth:`finalize`."""
+        if self._outbox is None or self._is_away:
+            return
+        self._messages.on_error = "warn"  # nobody is left who could be told otherwise
+        if self._status is None:
+            has_failed = getattr(sys, "last_value", None) is not None  # an exception has ended the program
+            self._status = "failed" if has_failed else "success"
+        if not self._is_ended:
+            self._write({"status": self._status, "time": time.time()})
+        if not self._outbox.is_empty:
+            self._drain(self._longest_wait(self._status))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which connects by itself: files and threads stay with this process."""
         state = super().__getstate__()
-        for name in ("_outbox", "_sender", "_experiment", "_connecting"):
+        for name in ("_outbox", "_sender", "_experiment", "_connecting", "_messages", "_at_exit"):
             state[name] = None
         return state
 
@@ -418,28 +475,7 @@ class ServiceLogger(FolderLogger):
         self._start_in_process()
 
 
-def _changed(path: str) -> float:
-    try:
-        return os.stat(path).st_mtime
-    except OSError:
-        return 0.0
-
-
-def _send_rest(logger: weakref.ref[ServiceLogger], pid: int) -> None:
+def _end_at_exit(logger: weakref.ref[ServiceLogger], pid: int) -> None:
     found = logger()
-    if found is None or os.getpid() != pid or found._outbox is None or found._waits:
-        return
-    if not found._outbox.is_empty:
-        found._on_error = "warn"  # nobody is left who could be told otherwise
-        found._drain("interrupted")
-
-
-def check_name(argument: str, value: Any) -> str:
-    """Return ``value`` where it is a name.
-
-    Raises:
-        ConfigurationError: it is none.
-    """
-    if not isinstance(value, str) or not value.strip():
-        raise ConfigurationError(f"{argument!r} must be a name (got {value!r})")
-    return value
+    if found is not None and os.getpid() == pid:
+        found._end_in_time()

@@ -7,18 +7,24 @@ import uuid
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from torchhal.errors import ConfigurationError
 from torchhal.vendor_package import VendorPackage
+from torchhal_loggers._options import check_further_options, check_name, without_secrets
 from torchhal_loggers._outbox import Record
-from torchhal_loggers.service import ServiceLogger, check_name
+from torchhal_loggers._single_run import SingleRun
+from torchhal_loggers.service import ServiceLogger
+
+_turn: Final = SingleRun()
+_OWN_ARGUMENTS: Final = {"log_dir", "resume", "reinit"}
 
 
 class SwanLabLogger(ServiceLogger):
     """Logger that sends to a run of SwanLab; needs the package ``swanlab``.
 
-    SwanLab has one run per process: a run that the program has begun with ``swanlab.init`` is an error. The run ends
+    SwanLab has one run per process: a run that the program has begun with ``swanlab.init`` is an error, and of two
+    loggers that are used in turn each ends the other's. The run ends
     with each call of the Trainer and is continued by the next. Offline, each of these is a folder, with the same id,
     below ``<log folder>/swanlab``, for ``swanlab sync``.
 
@@ -38,7 +44,8 @@ class SwanLabLogger(ServiceLogger):
         **init_options: further arguments of ``swanlab.init``.
 
     Raises:
-        ConfigurationError: swanlab is not installed, or too old; or there is no API key and the mode is online.
+        ConfigurationError: swanlab is not installed, or too old; or there is no API key and the mode is online; or
+            ``swanlab.init`` has no such argument.
     """
 
     service = "swanlab"
@@ -75,6 +82,11 @@ class SwanLabLogger(ServiceLogger):
         super().__init__(
             save_dir, check_name("project", project), version, prefix=prefix, on_error=on_error, timeout=timeout
         )
+        if init_options:
+            self.load()
+            import swanlab
+
+            check_further_options(type(self), init_options, swanlab.init, _OWN_ARGUMENTS)
         self._id = id
         self._init_options = {
             "project": project, "workspace": workspace, "group": group, "tags": list(tags) if tags else None,
@@ -94,13 +106,18 @@ class SwanLabLogger(ServiceLogger):
     @property
     def run_id(self) -> str | None:
         """The run's id at SwanLab; None before it has begun."""
-        return self._id or self.remembered().get("run_id")
+        return self._id or self.run_state().get("run_id")
 
     # -- in the thread -----------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        super().load()
+        import swanlab  # noqa: F401 - while the program doesn't end yet, when it can't be imported any more
 
     def connect(self) -> Any:
         import swanlab
 
+        _turn.take(self)
         if swanlab.has_run():
             raise RuntimeError(
                 "SwanLab has one run per process, and this one has begun another: end it with swanlab.finish(), or "
@@ -113,7 +130,7 @@ class SwanLabLogger(ServiceLogger):
         color = f"#{zlib.crc32(run_id.encode()) & 0xFFFFFF:06x}"
         options = {"color": color, **self._init_options, "name": self._init_options["name"] or self.run_name}
         run = swanlab.init(id=run_id, resume="allow", mode=self._mode, log_dir=str(folder), **options)
-        self.remember(run_id=run.id)
+        self.update_run_state(run_id=run.id)
         return run
 
     def send(self, experiment: Any, records: Sequence[Record]) -> None:
@@ -129,11 +146,8 @@ class SwanLabLogger(ServiceLogger):
                 experiment.config.update(params)
 
     def end(self, experiment: Any, status: str) -> None:
+        self.disconnect()
         experiment.finish()
-        self.disconnected()
 
     def options(self) -> dict[str, Any]:
-        return {
-            "mode": self._mode,
-            **{key: self._init_options[key] for key in ("project", "workspace", "group", "tags", "name")},
-        }
+        return {"mode": self._mode, "id": self._id, **without_secrets(self._init_options)}

@@ -8,15 +8,16 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from torchhal.vendor_package import VendorPackage
+from torchhal_loggers._options import check_further_options, check_name, withheld, without_secrets
 from torchhal_loggers._outbox import Record
 from torchhal_loggers._values import flatten
-from torchhal_loggers.service import ServiceLogger, check_name
+from torchhal_loggers.service import ServiceLogger
 
 _WRITE_S: Final = 5.0
+_OWN_ARGUMENTS: Final = {"resume", "embed"}
 
 
 class TrackioLogger(ServiceLogger):
@@ -37,7 +38,7 @@ class TrackioLogger(ServiceLogger):
         **init_options: further arguments of ``trackio.init``.
 
     Raises:
-        ConfigurationError: trackio is not installed, or too old.
+        ConfigurationError: trackio is not installed, or too old; or ``trackio.init`` has no such argument.
     """
 
     service = "trackio"
@@ -67,43 +68,61 @@ class TrackioLogger(ServiceLogger):
         super().__init__(
             save_dir, check_name("project", project), version, prefix=prefix, on_error=on_error, timeout=timeout
         )
+        if init_options:
+            self.load()
+            import trackio
+
+            check_further_options(type(self), init_options, trackio.init, _OWN_ARGUMENTS)
         self._display_name = name
         self._init_options = {
             "project": project, "server_url": server_url, "space_id": space_id, "group": group, **init_options,
         }  # fmt: skip
-        self._params: dict[str, Any] = {}
         self._rows = 0
-        self._database: Path | None = None
+        self._database: Any = None
 
     # -- in the thread -----------------------------------------------------------------------------------------
 
+    def load(self) -> None:
+        super().load()
+        import trackio  # noqa: F401 - while the program doesn't end yet, when it can't be imported any more
+
     def connect(self) -> Any:
         import trackio
+        from trackio.sqlite_storage import SQLiteStorage
 
-        known = self.remembered().get("run_name")
+        known = self.run_state().get("trackio_name")
         name = known or self._display_name or f"{self.run_name}-{uuid.uuid4().hex[:6]}"
         run = trackio.init(name=name, resume="allow", embed=False, **self._init_options)
-        self.remember(run_name=run.name)
+        self.update_run_state(trackio_name=run.name)
         is_local = not (self._init_options["server_url"] or self._init_options["space_id"]) and not (
             os.environ.get("TRACKIO_SERVER_URL") or os.environ.get("TRACKIO_SPACE_ID")
         )
-        self._database = Path(trackio.utils.TRACKIO_DIR, f"{run.project}.db") if is_local else None
+        self._database = SQLiteStorage.get_project_db_path(run.project) if is_local else None
         self._rows = self._rows_written(run) or 0
         return run
 
     def send(self, experiment: Any, records: Sequence[Record]) -> None:
         import trackio
 
+        has_new_config = False
         for record in records:
             row: dict[str, Any] = dict(record.get("metrics", {}))
             row |= {name: trackio.Markdown(text) for name, text in record.get("text", {}).items()}
             row |= {name: trackio.Image(path) for name, path in record.get("image", {}).items()}
             if params := record.get("params"):
                 experiment.config.update(flatten(params))
+                experiment._config_logged = False  # trackio sends a run's config with its first row only
+                has_new_config = True
             if row:
-                experiment.log(row, step=record.get("step"))
-                self._rows += 1
+                self._log(experiment, row, record.get("step"))
+                has_new_config = False
+        if has_new_config:
+            self._log(experiment, {}, None)
         self._wait_until_written(experiment)
+
+    def _log(self, run: Any, row: dict[str, Any], step: int | None) -> None:
+        run.log(row, step=step)
+        self._rows += 1
 
     def _wait_until_written(self, run: Any) -> None:
         """Wait for trackio's thread, which writes twice a second."""
@@ -130,11 +149,11 @@ class TrackioLogger(ServiceLogger):
             return 0 if not self._database.exists() else None
 
     def end(self, experiment: Any, status: str) -> None:
+        self.disconnect()
         experiment.finish()
-        self.disconnected()
 
     def options(self) -> dict[str, Any]:
-        return {
-            "name": self._display_name,
-            **{key: self._init_options[key] for key in ("project", "group", "space_id")},
-        }
+        options = {"name": self._display_name, **without_secrets(self._init_options)}
+        if "token" in str(options["server_url"]) or "@" in str(options["server_url"]):
+            options["server_url"] = withheld("TRACKIO_SERVER_URL")
+        return options

@@ -1,10 +1,11 @@
-"""Send what runs have logged and their services didn't get: ``torchhal send-logs``."""
+"""Send what runs have logged and their services didn't get: ``torchhal sync-logs``."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -28,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     for folder in arguments.folder:
         found = sorted({path.parent for path in folder.rglob("records.jsonl")})
         if not found:
-            print(f"torchhal send-logs: {str(folder)!r} holds no records of a service", file=sys.stderr)
+            print(f"torchhal sync-logs: {str(folder)!r} holds no records of a service", file=sys.stderr)
             code = 1
         for service_folder in found:
             code |= _send(service_folder, arguments.timeout)
@@ -39,7 +40,7 @@ def _send(folder: Path, timeout: float) -> int:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            left = load(folder).send_kept(timeout)
+            left = load(folder).send_pending(timeout)
     except (TorchhalError, OSError, ValueError, TypeError) as error:
         print(f"{folder}: {message_of(error)}", file=sys.stderr)
         return 1
@@ -63,6 +64,16 @@ def load(folder: Path) -> ServiceLogger:
         raise ConfigurationError(f"{str(folder / 'run.json')!r} doesn't say which logger made it: {error}") from error
     if not (isinstance(cls, type) and issubclass(cls, ServiceLogger)):
         raise ConfigurationError(f"{str(folder / 'run.json')!r} names {state['logger']!r}, which is no ServiceLogger")
-    experiment = folder.parent.parent
-    made: ServiceLogger = cls(**{**options, "save_dir": experiment.parent, "version": folder.parent.name})
-    return made
+    for argument, value in options.items():
+        if isinstance(value, dict) and list(value) == ["withheld"]:
+            options[argument] = _secret(argument, value["withheld"])
+    return cls.from_folder(folder, options)
+
+
+def _secret(argument: str, variable: str) -> str:
+    value = os.environ.get(variable)
+    if not value:
+        raise ConfigurationError(
+            f"the run's folder doesn't keep {argument!r} of its logger, which has a secret in it: set {variable}"
+        )
+    return value
