@@ -50,7 +50,7 @@ class LedgerLogger(ServiceLogger):
 
 
 class MemoryLogger(LedgerLogger):
-    """A library that keeps what it is given until the run ends; ``lose`` makes it forget, as if its service was lost."""
+    """A library that keeps what it is given until the run ends; ``lose`` makes it forget, as when it is lost."""
 
     service = "memory"
     writes_at_end = True

@@ -26,7 +26,6 @@ class Service(Protocol):
     interval_s: ClassVar[float]
     writes_at_end: ClassVar[bool]
 
-    def load(self) -> None: ...
     def get_experiment(self) -> Any: ...
     def send(self, experiment: Any, records: Sequence[Record]) -> None: ...
     def end(self, experiment: Any, status: str) -> None: ...
@@ -118,10 +117,6 @@ class Sender:
     # -- the thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        try:
-            self._service.load()
-        except Exception as error:
-            self.failure = error  # each attempt raises it again
         pause = 0.0
         while True:
             with self._changed:

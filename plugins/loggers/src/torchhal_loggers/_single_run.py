@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,15 +17,25 @@ class SingleRun:
     """Whose run it is: the logger that wants to begin another ends it first."""
 
     def __init__(self) -> None:
+        self._start_in_process()
+
+    def _start_in_process(self) -> None:
+        self._process = os.getpid()
+        self._beginning = threading.Lock()
         self._owner: weakref.ref[ServiceLogger] | None = None
 
-    def take(self, logger: ServiceLogger) -> None:
-        """End the run of another logger.
+    @contextmanager
+    def beginning(self, logger: ServiceLogger) -> Iterator[None]:
+        """Keep other loggers from beginning a run meanwhile, and end that of another one.
 
         Raises:
             RuntimeError: the other logger is sending at this moment.
         """
-        owner = self._owner() if self._owner is not None else None
-        if owner is not None and owner is not logger and not owner.release():
-            raise RuntimeError(f"{logger.service} has one run per process, which another logger is using")
-        self._owner = weakref.ref(logger)
+        if self._process != os.getpid():
+            self._start_in_process()
+        with self._beginning:
+            owner = self._owner() if self._owner is not None else None
+            if owner is not None and owner is not logger and not owner.release():
+                raise RuntimeError(f"{logger.service} has one run per process, which another logger is using")
+            yield
+            self._owner = weakref.ref(logger)

@@ -119,12 +119,15 @@ class CometLogger(ServiceLogger):
 
     def load(self) -> None:
         super().load()
-        import comet_ml  # noqa: F401 - while the program doesn't end yet, when it can't be imported any more
+        import comet_ml  # noqa: F401 - and not in the thread, which can't where the program ends meanwhile
 
     def connect(self) -> Any:
+        with _turn.beginning(self):
+            return self._begin()
+
+    def _begin(self) -> Any:
         import comet_ml
 
-        _turn.take(self)
         running = comet_ml.get_running_experiment()
         if running is not None and not running.ended:  # which comet_ml.start would end
             raise RuntimeError(
@@ -183,8 +186,10 @@ class CometLogger(ServiceLogger):
     def end(self, experiment: Any, status: str) -> None:
         if self._online and not experiment.flush():
             raise ConnectionError("Comet doesn't take everything")
-        self.disconnect()
-        experiment.end()
+        try:
+            experiment.end()
+        finally:
+            self.disconnect()
 
     def options(self) -> dict[str, Any]:
         return {

@@ -110,7 +110,7 @@ class MLflowLogger(ServiceLogger):
 
     def load(self) -> None:
         super().load()
-        import mlflow.tracking  # noqa: F401 - while the program doesn't end yet, when it can't be imported any more
+        import mlflow.tracking  # noqa: F401 - and not in the thread, which can't where the program ends meanwhile
 
     def connect(self) -> Any:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -381,6 +382,8 @@ class ServiceLogger(FolderLogger):
     def _thread_of_sender(self) -> Sender:
         if self._sender is None:
             assert self._outbox is not None
+            with suppress(Exception):  # the thread says it
+                self.load()  # here, since a thread can't where the program ends meanwhile
             self._sender = Sender(self, self._outbox)
             self._register_exit()
         return self._sender

@@ -112,12 +112,15 @@ class SwanLabLogger(ServiceLogger):
 
     def load(self) -> None:
         super().load()
-        import swanlab  # noqa: F401 - while the program doesn't end yet, when it can't be imported any more
+        import swanlab  # noqa: F401 - and not in the thread, which can't where the program ends meanwhile
 
     def connect(self) -> Any:
+        with _turn.beginning(self):
+            return self._begin()
+
+    def _begin(self) -> Any:
         import swanlab
 
-        _turn.take(self)
         if swanlab.has_run():
             raise RuntimeError(
                 "SwanLab has one run per process, and this one has begun another: end it with swanlab.finish(), or "
@@ -146,8 +149,10 @@ class SwanLabLogger(ServiceLogger):
                 experiment.config.update(params)
 
     def end(self, experiment: Any, status: str) -> None:
-        self.disconnect()
-        experiment.finish()
+        try:
+            experiment.finish()
+        finally:
+            self.disconnect()
 
     def options(self) -> dict[str, Any]:
         return {"mode": self._mode, "id": self._id, **without_secrets(self._init_options)}

@@ -84,7 +84,7 @@ class TrackioLogger(ServiceLogger):
 
     def load(self) -> None:
         super().load()
-        import trackio  # noqa: F401 - while the program doesn't end yet, when it can't be imported any more
+        import trackio  # noqa: F401 - and not in the thread, which can't where the program ends meanwhile
 
     def connect(self) -> Any:
         import trackio
@@ -149,8 +149,10 @@ class TrackioLogger(ServiceLogger):
             return 0 if not self._database.exists() else None
 
     def end(self, experiment: Any, status: str) -> None:
-        self.disconnect()
-        experiment.finish()
+        try:
+            experiment.finish()
+        finally:
+            self.disconnect()
 
     def options(self) -> dict[str, Any]:
         options = {"name": self._display_name, **without_secrets(self._init_options)}

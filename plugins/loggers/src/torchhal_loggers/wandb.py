@@ -167,7 +167,7 @@ class WandbLogger(ServiceLogger):
 
     def load(self) -> None:
         super().load()
-        import wandb  # noqa: F401 - while the program doesn't end yet, when it can't be imported any more
+        import wandb  # noqa: F401 - and not in the thread, which can't where the program ends meanwhile
 
     def connect(self) -> Any:
         import wandb
