@@ -13,6 +13,7 @@ import textwrap
 
 import hardware
 import pytest
+import quiet_trainer
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -346,6 +347,50 @@ def test_in_a_run(tmp_path):
     assert [step for step, _ in scalars["loss_step"]] == [2, 4, 6, 8] and len(scalars["val_loss"]) == 2
     trainer.validate(dataloaders=data, verbose=False)
     assert len(table(loggers[0])) == len(rows) + 1
+
+
+class Told(Logger):
+    """Notes how a run ended, and may fail to."""
+
+    def __init__(self, error=None):
+        self.statuses, self.error = [], error
+
+    def log_metrics(self, metrics, step=None):
+        pass
+
+    def finalize(self, status):
+        self.statuses.append(status)
+        if self.error is not None:
+            raise self.error
+
+
+class Raises(Callback):
+    def __init__(self, error):
+        self.error = error
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        raise self.error
+
+
+@pytest.mark.parametrize(("error", "status"), [
+    (ValueError("a fault"), "failed"), (KeyboardInterrupt(), "interrupted"), (SystemExit(143), "interrupted"),
+])  # fmt: skip
+def test_loggers_are_told_how_a_run_ended(error, status):
+    logger = Told()
+    trainer = quiet_trainer.make(Raises(error), logger=logger)
+    with pytest.raises(type(error)):
+        trainer.fit(Net(), [torch.ones(2, 2)] * 2)
+    assert logger.statuses == [status]
+
+
+def test_a_logger_that_cannot_end_keeps_no_other_from_writing(tmp_path):
+    first, second = Told(OSError("disk full")), Told(ValueError("later"))
+    written = CSVLogger(tmp_path)
+    trainer = quiet_trainer.make(logger=[first, written, second], log_every_n_steps=1)
+    with pytest.raises(OSError, match="disk full"):
+        trainer.fit(Net(), [torch.ones(2, 2)] * 2)
+    assert len(table(written)) >= 2 and second.statuses == first.statuses
+    assert first.statuses[0] == "success"
 
 
 def test_jobs_started_together_take_different_folders(tmp_path):
