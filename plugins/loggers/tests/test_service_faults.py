@@ -27,7 +27,7 @@ def ledger(tmp_path):
     ledger.kill()
 
 
-def wait_until(condition, seconds=30):
+def wait_until(condition, seconds=90):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"

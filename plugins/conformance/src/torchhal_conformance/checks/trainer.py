@@ -74,8 +74,13 @@ def data() -> TensorDataset:
 
 def component_argument(component: ComponentUnderTest) -> Any:
     """Return the Trainer's argument for the component: its alias where that suffices, else an instance."""
-    named = isinstance(component.target, str) and not component.arguments
-    return component.target if named else component.create()
+    if not isinstance(component.target, str):
+        return component.create()
+    if not component.arguments:
+        return component.target
+    if component.kind == "logger":  # whose folder the Trainer gives
+        return {component.target: dict(component.arguments)}
+    return component.create()
 
 
 def trainer(rank: RankContext, **options: Any) -> Any:
