@@ -14,7 +14,7 @@ from torchhal.trainer.callbacks import LambdaCallback
 
 def test_takes_each_hook():
     """One keyword for each hook of Callback."""
-    hooks = _CALLBACK - {"state_key", "state_dict", "load_state_dict", "runs_after_module"}
+    hooks = _CALLBACK - {"state_key", "state_dict", "load_state_dict", "replaces", "runs_after_module"}
     assert set(inspect.signature(LambdaCallback).parameters) == hooks
 
 

@@ -39,7 +39,7 @@ class Net(Module):
 
 
 class Shaped(Net):
-    """A model with an example input, on which dropout, statistics and a count depend."""
+    """A model with an example input, whose forward changes all that a forward can change."""
 
     def __init__(self, example=None):
         super().__init__()
@@ -48,9 +48,15 @@ class Shaped(Net):
         self.twice = nn.Linear(2, 2)
         self.norm, self.dropout, self.unused = nn.BatchNorm1d(2), nn.Dropout(0.5), nn.Linear(1, 1)
         self.register_buffer("seen", torch.zeros(()))
+        self.shift = nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.inputs, self.cache = [], {"rows": [[]]}
 
     def forward(self, x, scale=None):
         self.calls += 1
+        self.inputs.append(x.shape)
+        self.cache["rows"][0].append(x)
+        if len(self.inputs) == 1:  # as ActNorm and others do
+            self.shift.copy_(x.mean(0) + 1)
         self.seen += 1
         self.latest = x
         random.random(), numpy.random.rand(), torch.rand(1)
@@ -80,7 +86,7 @@ def test_rows(capsys, kind):
     assert row(lines, "unused") == ["unused", "Linear", "2", "8 bytes", "frozen", "?", "?"]
     assert row(lines, "dropout")[1:4] == ["Dropout", "0", "0 bytes"]
     assert row(lines, "twice")[-2:] == ["[1, 2]", "[1, 2]"], "the first call's"
-    assert "11 trainable parameters, 4 frozen, 60 bytes" in lines
+    assert "11 trainable parameters, 6 frozen, 68 bytes" in lines
 
 
 @pytest.mark.parametrize(
@@ -124,7 +130,8 @@ def test_a_forward_leaves_all_as_it_was():
     assert states == (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert names == [set(vars(part)) for part in model.modules()] and model.calls == 0
-    assert model.training and not model.norm.training and len(model.layer._forward_hooks) == len(hooked) == 1
+    assert model.training and not model.norm.training and len(model.layer._forward_hooks) == 1
+    assert not hooked and not model.inputs and model.cache == {"rows": [[]]}
     assert not any(part._forward_hooks for part in model.modules() if part is not model.layer)
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -139,6 +146,43 @@ def test_nothing_is_compiled():
     lines = summarize(model, -1).splitlines()
     assert row(lines, "layer._orig_mod")[-2:] == row(lines, "layer ")[-2:] == ["[4, 2]", "[4, 1]"]
     assert model._compiled_call_impl is not None
+
+
+def test_values_that_a_forward_asks_for():
+    class Asks(Net):
+        example_input_array = torch.ones(4, 2)
+
+        def forward(self, x):
+            return self.layer(x) if x.sum() > 0 else x
+
+    assert "shapes of the layers: unknown, as forward(example_input_array) raised" in summarize(Asks())
+
+
+def test_parts_that_are_compiled_shared_and_bound():
+    class Bound(Net):
+        def __init__(self):
+            super().__init__()
+            self.example_input_array = torch.ones(4, 2)
+            self.parts = [self.layer]
+            self.apply_layer = self._apply_layer
+            self.scale = torch.ones(1)
+
+        def _apply_layer(self, x):
+            return self.parts[0](x * self.scale) + torch.zeros(4, 1) + torch.ones(4, 1, device=self.device)
+
+        def forward(self, x):
+            return self.apply_layer(x)
+
+    assert row(summarize(Bound()).splitlines(), "layer")[-2:] == ["[4, 2]", "[4, 1]"]
+
+
+def test_the_forward_costs_no_computation():
+    class Large(Net):
+        def __init__(self):
+            super().__init__()
+            self.example_input_array = torch.zeros(1, 2).expand(10**12, 2)
+
+    assert row(summarize(Large()).splitlines(), "layer")[-1] == "[1000000000000, 1]"
 
 
 def test_a_fit_trains_the_same_with_and_without():
@@ -189,7 +233,7 @@ def test_a_model_on_the_meta_device():
         model = Shaped()
     model.example_input_array = torch.zeros(4, 2)
     lines = summarize(model).splitlines()
-    assert row(lines, "norm")[-1] == "[4, 2]" and lines[-1].endswith("60 bytes")
+    assert row(lines, "norm")[-1] == "[4, 2]" and lines[-1].endswith("68 bytes")
 
 
 def memory(lines):

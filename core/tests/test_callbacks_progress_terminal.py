@@ -22,9 +22,10 @@ from tiers import slow
 from torch import nn
 
 from torchhal import Callback, Module, Trainer, registry
-from torchhal.trainer.callbacks import ProgressBar, RichProgress
+from torchhal.errors import ConfigurationError
+from torchhal.trainer.callbacks import ModelSummary, ProgressBar, RichProgress
 from torchhal.trainer.callbacks._progress_lines import ProgressLines
-from torchhal.trainer.callbacks._terminal_lines import LinesAbove
+from torchhal.trainer.callbacks._terminal_lines import ERASE, LinesAbove
 
 pytest.importorskip("rich")
 
@@ -101,6 +102,42 @@ def test_takes_the_place_of_the_progress_bar():
         trainer = Trainer(accelerator="cpu", callbacks=[callback], logger=False, enable_checkpointing=False)
         assert isinstance(trainer.progress_bar_callback, RichProgress)
         assert sum(isinstance(each, ProgressBar) for each in trainer.callbacks) == 1
+
+
+def test_a_strangers_bar_and_summary_take_the_place_of_the_trainers():
+    class Bar(Callback):
+        replaces = "progress_bar"
+
+    class Summary(Callback):
+        replaces = "model_summary"
+
+    kinds = [type(callback) for callback in Trainer(accelerator="cpu", callbacks=[Bar(), Summary()]).callbacks]
+    assert kinds[:2] == [Bar, Summary] and ProgressBar not in kinds and ModelSummary not in kinds
+
+
+def test_two_bars_are_refused():
+    with pytest.raises(ConfigurationError, match=r"one progress bar at most \(got ProgressBar, RichProgress\)"):
+        Trainer(accelerator="cpu", callbacks=["progress_bar", "rich_progress"])
+
+
+def test_threads_that_print_lose_no_line():
+    written = io.StringIO()
+    above = LinesAbove(written, lambda: "")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [
+            threading.Thread(target=lambda name=name: above.writelines(f"<{name}:{n}>\n" for n in range(3000)))
+            for name in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    lines = written.getvalue().replace(ERASE, "").split()
+    assert sorted(lines) == sorted(f"<{name}:{n}>" for name in range(4) for n in range(3000))
 
 
 def test_what_stays_on_a_terminal(terminal):

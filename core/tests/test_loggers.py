@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchhal import Callback, Module, Trainer
+from torchhal import Callback, LearningRateMonitor, Module, Trainer
 from torchhal.trainer.loggers import CSVLogger, Logger, TensorBoardLogger, as_pixels
 from torchhal.trainer.loggers.base import is_rank_zero
 
@@ -350,18 +350,16 @@ def test_in_a_run(tmp_path):
 
 
 class Told(Logger):
-    """Notes how a run ended, and may fail to."""
+    """Notes how a run ended."""
 
-    def __init__(self, error=None):
-        self.statuses, self.error = [], error
+    def __init__(self):
+        self.statuses = []
 
     def log_metrics(self, metrics, step=None):
         pass
 
     def finalize(self, status):
         self.statuses.append(status)
-        if self.error is not None:
-            raise self.error
 
 
 class Raises(Callback):
@@ -383,14 +381,82 @@ def test_loggers_are_told_how_a_run_ended(error, status):
     assert logger.statuses == [status]
 
 
-def test_a_logger_that_cannot_end_keeps_no_other_from_writing(tmp_path):
-    first, second = Told(OSError("disk full")), Told(ValueError("later"))
-    written = CSVLogger(tmp_path)
-    trainer = quiet_trainer.make(logger=[first, written, second], log_every_n_steps=1)
-    with pytest.raises(OSError, match="disk full"):
-        trainer.fit(Net(), [torch.ones(2, 2)] * 2)
-    assert len(table(written)) >= 2 and second.statuses == first.statuses
-    assert first.statuses[0] == "success"
+class Fails(Told):
+    """Fails in one method, and notes what is called."""
+
+    def __init__(self, method, **options):
+        super().__init__()
+        self.method, self.calls = method, []
+        self.__dict__.update(options)
+
+    def _called(self, name):
+        self.calls.append(name)
+        if name == self.method:
+            raise ConnectionError(f"{name} {len(self.calls)}")
+
+    def log_metrics(self, metrics, step=None):
+        self._called("log_metrics")
+
+    def log_hyperparams(self, params, *args, **kwargs):
+        self._called("log_hyperparams")
+
+    def save(self):
+        self._called("save")
+
+    def after_save_checkpoint(self, checkpoint_callback):
+        self._called("after_save_checkpoint")
+
+    def finalize(self, status):
+        self.statuses.append(status)
+        self._called("finalize")
+
+
+METHODS = pytest.mark.parametrize(
+    "method", ["log_metrics", "log_hyperparams", "save", "after_save_checkpoint", "finalize"]
+)
+
+
+class WithHyperparameters(Net):
+    def __init__(self, width=2):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def fit_with(loggers, tmp_path):
+    trainer = quiet_trainer.make(
+        LearningRateMonitor(), logger=loggers, log_every_n_steps=1, enable_checkpointing=True, max_epochs=3,
+        default_root_dir=str(tmp_path),
+    )  # fmt: skip
+    trainer.fit(WithHyperparameters(), [torch.ones(2, 2)] * 2)
+    return trainer
+
+
+@METHODS
+def test_a_logger_that_fails_ends_no_training(tmp_path, method):
+    """It is named once, and called again: what it writes to may come back."""
+    fails, written = Fails(method), CSVLogger(tmp_path)
+    with pytest.warns(UserWarning, match=f"Fails.{method} failed") as caught:
+        trainer = fit_with([fails, written], tmp_path)
+    assert trainer.state.status == "finished" and trainer.global_step == 6 and len(table(written)) >= 6
+    said = [str(each.message) for each in caught if "failed" in str(each.message)]
+    assert len(said) == 1 and f"{method} " in said[0] and "on_error='raise'" in said[0]
+    assert fails.statuses == ["success"] and method in fails.calls
+
+
+@METHODS
+def test_a_logger_that_is_asked_to_raise_ends_it(tmp_path, method):
+    other, fails, written = Told(), Fails(method, on_error="raise"), CSVLogger(tmp_path)
+    with pytest.raises(ConnectionError, match=method):
+        fit_with([fails, written, other], tmp_path)
+    assert other.statuses[0] == ("success" if method == "finalize" else "failed"), "each is told the end"
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_on_error(tmp_path, kind):
+    pytest.importorskip("tensorboard")
+    assert kind(tmp_path).on_error == "warn" and kind(tmp_path, on_error="raise").on_error == "raise"
+    with pytest.raises(ValueError, match="'on_error' must be 'warn' or 'raise'"):
+        kind(tmp_path, on_error="ignore")
 
 
 def test_jobs_started_together_take_different_folders(tmp_path):

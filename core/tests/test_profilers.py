@@ -213,6 +213,42 @@ def test_a_region_of_ones_own():
         profiler.stop("b")
 
 
+@pytest.mark.parametrize("profiler", [None, "simple", "torch"])
+def test_a_region_is_passed_through_where_nothing_is_measured(profiler):
+    """A model with regions runs without a profiler too, and in an evaluation."""
+
+    class Augments(Net):
+        def validation_step(self, batch, batch_idx):
+            with self.trainer.profiler.profile("augment"):
+                super().validation_step(batch, batch_idx)
+
+        def training_step(self, batch, batch_idx):
+            with self.trainer.profiler.profile("augment"):
+                return super().training_step(batch, batch_idx)
+
+    model = Augments()
+    if profiler is None:
+        quiet_trainer.make().fit(model, BATCHES, BATCHES)
+    quiet_trainer.make(profiler=profiler).validate(model, BATCHES, verbose=False)
+
+
+def test_an_error_that_passes_by_a_stop_is_the_one_that_is_raised():
+    class Fails(Net):
+        def training_step(self, batch, batch_idx):
+            self.trainer.profiler.start("mine")
+            raise ZeroDivisionError("here")
+
+    class NoSummary(SimpleProfiler):
+        def summary(self):
+            raise KeyError("summary")
+
+    for profiler in ("simple", NoSummary()):
+        with pytest.raises(ZeroDivisionError, match="here"):
+            quiet_trainer.make(profiler=profiler).fit(Fails(), BATCHES)
+    with pytest.raises(KeyError, match="summary"):
+        quiet_trainer.make(profiler=NoSummary()).fit(Net(), BATCHES)
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -82,13 +82,6 @@ def _of_plugins(entries: Sequence[RegistryEntry], given: Sequence[Any], notes: l
     return made
 
 
-_KINDS: Mapping[type, str] = {
-    ModelCheckpoint: "checkpoint",
-    ModelSummary: "model_summary",
-    ProgressBar: "progress_bar",
-}
-
-
 def make_callbacks(
     callbacks: Any,
     adapters: Adapters,
@@ -117,12 +110,13 @@ def make_callbacks(
             f"'enable_checkpointing' is False, but 'callbacks' holds a {type(savers[0]).__name__}: leave one out"
         )
     chosen += [callback for callback in of_plugins if checkpointing is not False or not _saves(callback, adapters)]
-    for wanted, kind in ((model_summary, ModelSummary), (progress_bar, ProgressBar), (checkpointing, ModelCheckpoint)):
-        given = (
-            isinstance(callback, kind) or adapters.kind_of_callback(callback) == _KINDS[kind] for callback in chosen
-        )
-        if wanted and not any(given):
-            chosen.append(kind())
+    kinds = [adapters.kind_of_callback(callback) for callback in chosen]
+    if kinds.count("progress_bar") > 1:
+        bars = [type(callback).__name__ for callback, kind in zip(chosen, kinds, strict=True) if kind == "progress_bar"]
+        raise ConfigurationError(f"'callbacks' must hold one progress bar at most (got {', '.join(bars)})")
+    for wanted, own in ((model_summary, ModelSummary), (progress_bar, ProgressBar), (checkpointing, ModelCheckpoint)):
+        if wanted and own.replaces not in kinds:
+            chosen.append(own())
     if fast_dev_run:  # nothing is kept of a trial run
         chosen = [callback for callback in chosen if not _saves(callback, adapters)]
     keys = [f"{each.state_key} in {each.dirpath}" for each in chosen if isinstance(each, ModelCheckpoint)]
@@ -147,7 +141,7 @@ def _callback(item: Any, adapters: Adapters) -> Any:
 
 
 def _saves(callback: Any, adapters: Adapters) -> bool:
-    return isinstance(callback, ModelCheckpoint) or adapters.kind_of_callback(callback) == "checkpoint"
+    return adapters.kind_of_callback(callback) == "checkpoint"
 
 
 def check_model(model: Any) -> Any:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from torchhal.trainer._run_part import RunPart
 from torchhal.trainer._slow_loader import LoaderWait
-from torchhal.trainer.profilers import Profiler
+from torchhal.trainer.profilers import PassThroughProfiler, Profiler
 from torchhal.trainer.run import Run
 
 if TYPE_CHECKING:
@@ -39,17 +39,26 @@ _OPTIMIZATION = {"_zero_grad": "optimizer", "module_clip": "clipping", "module_s
 def profiled(run: Run, loop: FitLoop) -> Iterator[None]:
     """Measure what runs inside with the run's profiler, if it has one, and print what it says on rank 0."""
     profiler = run.profiler
-    if profiler is None:
+    if isinstance(profiler, PassThroughProfiler):
         yield
         return
     profiling = run.profiling = FitProfiling(run, profiler)
     try:
         with profiling.measuring(loop):
             yield
+    except BaseException:
+        with suppress(Exception):  # the fit's error is raised
+            _print_summary(run, profiler)
+        raise
+    else:
+        _print_summary(run, profiler)
     finally:
         run.profiling = None
-        if summary := profiler.summary():
-            run.print(summary)
+
+
+def _print_summary(run: Run, profiler: Profiler) -> None:
+    if summary := profiler.summary():
+        run.print(summary)
 
 
 class FitProfiling(RunPart[Run]):

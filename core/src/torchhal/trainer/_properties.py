@@ -104,7 +104,7 @@ class TrainerProperties:
     deterministic = Forwarded[bool | str]("_run")
     benchmark = Forwarded[bool | None]("_run")
     default_root_dir = Forwarded[str]("_run")
-    profiler = Forwarded[Profiler | None]("_run")
+    profiler = Forwarded[Profiler]("_run")
 
     # -- the run ---------------------------------------------------------------------------------------------
 

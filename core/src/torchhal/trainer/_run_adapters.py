@@ -117,7 +117,9 @@ class Adapters(RunPart[Any]):
         return step
 
     def kind_of_callback(self, callback: Any) -> str | None:
-        """Return which of the Trainer's own callbacks one of another framework stands in for, if any."""
+        """Return which of the Trainer's own callbacks one stands in for, of another framework too; None for none."""
+        if own := getattr(callback, "replaces", ""):
+            return str(own)
         adapter = self.of(callback)
         return None if adapter is None else adapter.kind_of_callback(callback)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchhal.distributed.process import write_stderr
+from torchhal.errors import message_of
 from torchhal.trainer.logging._metric_payloads import to_host
 from torchhal.trainer.logging._standard_streams import lossy_streams
 
@@ -37,6 +38,8 @@ class RunOutput:
     loggers: list[Any]
     said: set[str]
     """Warnings that were given."""
+    failed_loggers: set[int]
+    """The ids of loggers of which one failed call was named."""
     is_trial: bool
 
     if TYPE_CHECKING:  # of Run
@@ -64,29 +67,52 @@ class RunOutput:
         metrics = self.results.epoch_metrics()
         if metrics and self.is_global_zero:
             self._send(metrics)
-            for logger in self.loggers:
-                logger.save()  # an epoch's values survive a kill
+            self.call_loggers("save")  # an epoch's values survive a kill
 
     def _send(self, metrics: dict[str, torch.Tensor]) -> None:
         numbers = {name: float(value) for name, value in zip(metrics, to_host(metrics.values()), strict=True)}
         step = int(numbers.pop("step", self.adapters.logged_step(self.module)))
         numbers.setdefault("epoch", self.current_epoch)
-        for logger in self.loggers:
-            logger.log_metrics(numbers, step)
+        self.call_loggers("log_metrics", numbers, step)
 
     def finalize_loggers(self, status: str) -> None:
-        """Finalize every logger; an error of one doesn't keep the others from writing, and is raised then."""
+        """Let every logger end this call of the Trainer."""
+        self.call_loggers("finalize", status)
+
+    def call_loggers(self, method: str, *args: Any) -> None:
+        """Call a method of every logger on rank 0, where it has it.
+
+        Raises:
+            Exception: that of the first logger which failed, after the others were called, if its ``on_error`` is
+                ``"raise"``. That of any other logger is a warning, once per logger.
+        """
+        if not self.is_global_zero:
+            return
         first: Exception | None = None
-        for logger in self.loggers if self.is_global_zero else ():
+        for logger in self.loggers:
             try:
-                logger.finalize(status)
+                self.call_logger(logger, method, *args)
             except Exception as error:
-                if first is None:
-                    first = error
-                else:
-                    _log.exception("%s.finalize failed too", type(logger).__name__)
+                first = first or error
         if first is not None:
             raise first
+
+    def call_logger(self, logger: Any, method: str, *args: Any) -> None:
+        """Call a method of one logger, as :meth:`call_loggers`."""
+        try:
+            if (function := getattr(logger, method, None)) is not None:
+                function(*args)
+        except Exception as error:
+            if getattr(logger, "on_error", "warn") == "raise":
+                raise
+            name = type(logger).__name__
+            _log.debug("%s.%s failed", name, method, exc_info=True)
+            if id(logger) not in self.failed_loggers:
+                self.failed_loggers.add(id(logger))
+                self.warn_once(
+                    f"{name}.{method} failed ({message_of(error)}): the run goes on, without what this logger can't "
+                    "take. To have it end instead, set the logger's on_error='raise'"
+                )
 
     # -- messages --------------------------------------------------------------------------------------------
 

@@ -118,8 +118,7 @@ class RunRecord(RunPart[Run]):
         ended = time.time()
         seconds = {**run.seconds, "all": ended - self._began}
         seconds["training"] = max(0.0, seconds["all"] - sum(run.seconds.values()))
-        profiler = run.profiler
-        times = {} if profiler is None else {key: list(value) for key, value in profiler.times().items()}
+        times = {key: list(value) for key, value in run.profiler.times().items()}
         self._fit.update(
             status=status,
             reason=reason,

@@ -208,4 +208,4 @@ class RunSettings:
     deterministic = Setting[bool | str](lambda name, value: arguments.check_deterministic(value), running=_refuse_in())
     benchmark = Setting[bool | None](arguments.check_optional_bool, running=_refuse_in())
     default_root_dir = Setting[str](arguments.check_folder, fits=_refuse_always)
-    profiler = Setting[Profiler | None](check_profiler, running=_refuse_in())
+    profiler = Setting[Profiler](check_profiler, running=_refuse_in())

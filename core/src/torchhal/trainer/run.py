@@ -96,6 +96,7 @@ class Run(RunSettings, RunOutput):
         self.trained_by: dict[str, Any] | None = None
         self.frozen_parameters = FrozenParameters()
         self.said: set[str] = set()
+        self.failed_loggers: set[int] = set()
         self.keeps_record = False
         self.seconds: dict[str, float] = {}
         self.peak_memory: list[dict[str, Any]] = []

@@ -466,6 +466,29 @@ class Trainer(TrainerProperties):
                 callback._look_at_optimizers(self, run.module, optimizers)
         return optimizers, configs
 
+    # -- loggers ---------------------------------------------------------------------------------------------
+
+    def call_loggers(self, method: str, *args: Any) -> None:
+        """Call a method of every logger on rank 0, as the Trainer does: one that fails is named once in a warning.
+
+        Args:
+            method: its name; a logger without it is left out.
+            *args: its arguments.
+
+        Raises:
+            Exception: that of a logger whose ``on_error`` is ``"raise"``.
+
+        .. versionadded:: 0.2
+        """
+        self._run.call_loggers(method, *args)
+
+    def call_logger(self, logger: Any, method: str, *args: Any) -> None:
+        """Call a method of one logger on this rank, as :meth:`call_loggers`.
+
+        .. versionadded:: 0.2
+        """
+        self._run.call_logger(logger, method, *args)
+
     # -- messages --------------------------------------------------------------------------------------------
 
     def print(self, *values: Any, **kwargs: Any) -> None:

@@ -30,7 +30,6 @@ from torchhal_loggers._values import plain
 if TYPE_CHECKING:
     from torchhal.trainer.callbacks import ModelCheckpoint
 
-_ON_ERROR: Final = ("warn", "raise")
 _AFTER_A_FAILURE_S: Final = 5.0
 _CONNECT_AGAIN_S: Final = 30.0
 
@@ -86,20 +85,17 @@ class ServiceLogger(FolderLogger):
         on_error: str = "warn",
         timeout: float = 30.0,
     ) -> None:
-        super().__init__(save_dir, folder_of(name) if isinstance(name, str) else name, version)
+        super().__init__(save_dir, folder_of(name) if isinstance(name, str) else name, version, on_error=on_error)
         self.package.check()
         if not isinstance(prefix, str):
             raise TypeError(f"'prefix' must be a str (got {prefix!r})")
         if log_model not in (True, False, "all"):
             raise ValueError(f"'log_model' must be True, False or 'all' (got {log_model!r})")
-        if on_error not in _ON_ERROR:
-            raise ValueError(f"'on_error' must be 'warn' or 'raise' (got {on_error!r})")
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout < float("inf"):
             raise ValueError(f"'timeout' must be a number of seconds (got {timeout!r})")
         self._experiment_name = name or ""
         self._prefix = f"{prefix}-" if prefix else ""
         self._log_model = log_model
-        self._on_error = on_error
         self._timeout = float(timeout)
         self._folder: Path | None = None  # of this logger's files, where it isn't that of the version
         self.check_credentials()
@@ -113,7 +109,7 @@ class ServiceLogger(FolderLogger):
         self._experiment: Any = None
         self._connecting = threading.RLock()
         self._connect_again = 0.0  # by the clock, for the user's calls
-        self._messages = Messages(self.service, self._on_error)
+        self._messages = Messages(self.service, self.on_error)
         self._status: str | None = None  # with which the last call of the Trainer ended
         self._is_ended = True  # and nothing was logged since
         self._is_away = False  # the end has waited for the service in vain

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from types import MethodType
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -28,6 +32,15 @@ def copy_to_meta(module: nn.Module, shape_of: Callable[[nn.Parameter], torch.Siz
     return _MetaCopy(shape_of).module(module)
 
 
+def copy_for_forward(module: nn.Module) -> nn.Module:
+    """Return a copy of ``module`` on the meta device, in evaluation mode, whose forward leaves ``module`` as it is.
+
+    Besides parameters and buffers, tensors, lists, tuples, dicts and sets among the attributes are copied, and those in
+    them; containers of more than 1,000 items and all other objects are shared. Hooks are left out.
+    """
+    return _ForwardCopy(lambda parameter: parameter.shape).module(module)
+
+
 class _MetaCopy:
     """The modules and tensors that are copied so far, by the originals' ids."""
 
@@ -40,9 +53,9 @@ class _MetaCopy:
         if id(module) not in self._modules:
             new = self._modules[id(module)] = object.__new__(type(module))
             vars(new).update(vars(module))
-            for kind, copy in (("_parameters", self._tensor), ("_buffers", self._tensor), ("_modules", self.module)):
+            for kind, twin in (("_parameters", self._tensor), ("_buffers", self._tensor), ("_modules", self.module)):
                 parts: dict[str, Any] = getattr(module, kind)
-                vars(new)[kind] = {name: None if part is None else copy(part) for name, part in parts.items()}
+                vars(new)[kind] = {name: None if part is None else twin(part) for name, part in parts.items()}
         return self._modules[id(module)]
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -57,6 +70,60 @@ class _MetaCopy:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         values = torch.empty(self._shape_of(tensor), dtype=tensor.dtype, device="meta")
         return nn.Parameter(values, tensor.requires_grad)
+
+
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
+_LARGEST: Final = 1000
+
+
+class _ForwardCopy(_MetaCopy):
+    """Copies what a forward may change."""
+
+    def module(self, module: nn.Module) -> nn.Module:
+        if id(module) in self._modules:
+            return self._modules[id(module)]
+        dynamo = sys.modules.get("torch._dynamo")  # it costs seconds to import, and without it nothing is compiled
+        if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+            return self._modules.setdefault(id(module), _Uncompiled(self.module(module._orig_mod)))
+        new = super().module(module)
+        attributes = vars(new)
+        attributes["_compiled_call_impl"] = None
+        for name, value in attributes.items():
+            if name in _HOOKS:
+                attributes[name] = OrderedDict()
+            elif name not in ("_parameters", "_buffers", "_modules"):
+                attributes[name] = self._value(value)
+        attributes["training"] = False
+        return new
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return self.module(value)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+            return MethodType(value.__func__, self.module(value.__self__))
+        if type(value) not in (list, tuple, dict, set, OrderedDict, defaultdict) or len(value) > _LARGEST:
+            return value
+        if isinstance(value, dict):
+            copied = copy.copy(value)
+            copied.update((key, self._value(item)) for key, item in value.items())
+            return copied
+        return type(value)(map(self._value, value))
+
+
+class _Uncompiled(nn.Module):
+    """Stands for what torch.compile has returned, and calls the module that was compiled."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._orig_mod(*args, **kwargs)
 
 
 def update_copy(on_meta: nn.Module, module: nn.Module) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 ERASE = "\r\x1b[J\r"
@@ -47,36 +49,56 @@ class LinesAbove:
         self._in_line = False
         """Whether a line is written whose end has not come."""
         self._is_closed = False
+        self._lock = threading.RLock()
 
     def write(self, text: str) -> int:
         """Write the lines that end in ``text``, and keep what is left until its end or :meth:`flush` comes."""
         if self._is_closed:
             return int(self._stream.write(text))
-        lines, newline, self._begun = (self._begun + text).rpartition("\n")
-        if newline:
-            drawn = self._drawn() if os.getpid() == self._process else ""  # a worker of a loader is a fork
-            self._stream.write(f"{self._start()}{lines}\n{drawn}")
-            self._stream.flush()
-            self._in_line = False
+        with self._locked() as is_own:
+            lines, newline, self._begun = (self._begun + text).rpartition("\n")
+            if newline:
+                self._stream.write(f"{self._start()}{lines}\n{self._drawn() if is_own else ''}")
+                self._stream.flush()
+                self._in_line = False
         return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write each of ``lines``, which have their ends."""
+        for line in lines:
+            self.write(line)
 
     def flush(self) -> None:
         """Write what is left too: the question of an ``input``, for example."""
-        if self._begun:
-            self._stream.write(self._start() + self._begun)
-            self._begun, self._in_line = "", True
-        self._stream.flush()
+        with self._locked():
+            if self._begun:
+                self._stream.write(self._start() + self._begun)
+                self._begun, self._in_line = "", True
+            self._stream.flush()
 
     def begin(self) -> None:
         """End a line whose end has not come, before something is drawn."""
-        if self._in_line:
-            self._stream.write("\n")
-            self._in_line = False
+        with self._locked():
+            if self._in_line:
+                self._stream.write("\n")
+                self._in_line = False
 
     def close(self) -> None:
         """Write what is left, and from now on everything as it comes."""
         self.flush()
         self._is_closed = True
+
+    @contextmanager
+    def _locked(self) -> Iterator[bool]:
+        """Keep other threads from writing, and yield whether this is the process that draws.
+
+        A worker of a loader is a fork of it, in which a thread that holds the lock doesn't exist.
+        """
+        if os.getpid() != self._process:
+            yield False
+            return
+        with self._lock:
+            yield True
 
     def _start(self) -> str:
         return "" if self._in_line else ERASE

@@ -39,6 +39,13 @@ class Callback(Composable):
     ``setup``, ``teardown``, ``on_save_checkpoint`` and ``on_load_checkpoint`` are called before the model's even so. A
     callback that saves the run needs True: then the changes that the model's own hook makes are part of the state."""
 
+    replaces: str = ""
+    """Which of the callbacks that a Trainer adds by itself this one stands in for: ``"progress_bar"``,
+    ``"model_summary"``, ``"checkpoint"``, or "" for none.
+
+    .. versionadded:: 0.2
+    """
+
     _made_with: str = ""
     """The arguments of ``__init__``, as text or as a digest, which distinguish callbacks of one ``state_key``."""
 

@@ -71,6 +71,8 @@ class ModelCheckpoint(Callback):
         ConfigurationError, TypeError, ValueError: arguments outside their domain, or that exclude each other.
     """
 
+    replaces = "checkpoint"
+
     CHECKPOINT_JOIN_CHAR = "-"
     CHECKPOINT_EQUALS_CHAR = "="
     CHECKPOINT_NAME_LAST = "last"
@@ -345,10 +347,7 @@ class ModelCheckpoint(Callback):
         saved = self._writer.settle(trainer, self._kept)
         if saved is None:
             return
-        if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                if hasattr(logger, "after_save_checkpoint"):
-                    logger.after_save_checkpoint(self)
+        trainer.call_loggers("after_save_checkpoint", self)
         if saved.text:
             trainer.print(saved.text)
 

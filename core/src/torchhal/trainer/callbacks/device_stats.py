@@ -86,7 +86,8 @@ class DeviceStats(Callback):
             return
         for logger in trainer.loggers:
             prefix = f"{type(self).__name__}.{hook}{getattr(logger, 'group_separator', '/')}"
-            logger.log_metrics({prefix + name: value for name, value in readings.items()}, trainer.global_step)
+            named = {prefix + name: value for name, value in readings.items()}
+            trainer.call_logger(logger, "log_metrics", named, trainer.global_step)
 
 
 def read_host() -> dict[str, float]:

@@ -69,9 +69,7 @@ class LearningRateMonitor(Callback):
         if not rates:
             return
         trainer.callback_metrics.update({name: torch.tensor(rate, dtype=torch.float64) for name, rate in rates.items()})
-        if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.log_metrics(rates, trainer.global_step)
+        trainer.call_loggers("log_metrics", rates, trainer.global_step)
 
     def _rates(self, trainer: Trainer, interval: str | None) -> Iterator[tuple[str, float]]:
         schedules: dict[int, Any] = {}

@@ -44,6 +44,8 @@ class ProgressBar(Callback):
         leave: leave each epoch's bar standing, rather than only the last one.
     """
 
+    replaces = "progress_bar"
+
     @explain_unknown_arguments
     def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
         self.refresh_rate = check_count("refresh_rate", refresh_rate, minimum=0)

@@ -39,13 +39,15 @@ class ModelSummary(Callback):
     """Callback that prints on rank 0, when fit begins, the model's layers and how much memory a rank will need.
 
     A row has a layer's name, class, number of parameters, their bytes, and whether they are trained. If the model has
-    an ``example_input_array`` (a tensor, a tuple of arguments, or a dict of keywords) its forward is called once, and
-    the rows have the shapes that layers take and return. The memory is the strategy's estimate for weights, gradients
-    and the state of the optimizer.
+    an ``example_input_array`` (a tensor, a tuple of arguments, or a dict of keywords) its forward is called once on
+    rank 0, by a copy on the meta device that computes nothing, and the rows have the shapes that layers take and
+    return. The memory is the strategy's estimate for weights, gradients and the state of the optimizer.
 
     Args:
         max_depth: how deep to list: 1 for the model's children, 2 for theirs too, -1 for all, 0 for no table.
     """
+
+    replaces = "model_summary"
 
     @explain_unknown_arguments
     def __init__(self, max_depth: int = 1) -> None:
@@ -65,9 +67,10 @@ class ModelSummary(Callback):
         if not self.max_depth:
             return
         strategy = trainer.strategy
-        self._shapes = find_shapes(
-            module, self.max_depth, strategy.accelerator, strategy.root_device, whole_shape=strategy.parameter_shape
-        )
+        if trainer.is_global_zero:
+            self._shapes = find_shapes(
+                module, self.max_depth, strategy.accelerator, strategy.root_device, whole_shape=strategy.parameter_shape
+            )
         with self._no_estimate_on_error():
             self._on_meta = meta.copy_to_meta(module, strategy.parameter_shape)
 

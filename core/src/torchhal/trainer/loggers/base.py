@@ -40,7 +40,14 @@ class Logger(Composable):
     """Base class of loggers, which record the metrics and hyperparameters of a run.
 
     The Trainer calls the methods on rank 0 only, and reads the properties on every rank. A logger that can't write must
-    raise an error: a run must not continue silently without its record.
+    raise an error: a run must not continue silently without its record. The Trainer names the logger and the error in a
+    warning, once, and the run goes on; with :attr:`on_error` ``"raise"`` it ends.
+    """
+
+    on_error: str = "warn"
+    """What the Trainer does when a method raises: ``"warn"``, once per run, or ``"raise"``.
+
+    .. versionadded:: 0.2
     """
 
     @property
@@ -160,6 +167,7 @@ class FolderLogger(Logger):
         save_dir: the folder of all experiments; by default that of the process.
         name: the experiment; "" for none.
         version: the run: a number, which becomes ``version_N``, or a name; None for one more than the highest there.
+        on_error: ``"warn"`` when something can't be written, and go on with the run, or ``"raise"``.
     """
 
     def __init__(
@@ -167,6 +175,8 @@ class FolderLogger(Logger):
         save_dir: str | os.PathLike[str] = ".",
         name: str | None = "torchhal_logs",
         version: int | str | None = None,
+        *,
+        on_error: str = "warn",
     ) -> None:
         if not isinstance(save_dir, str | os.PathLike):
             raise TypeError(f"'save_dir' must be a path (got {save_dir!r})")
@@ -181,6 +191,9 @@ class FolderLogger(Logger):
             raise TypeError(f"'version' must be an int, a str or None (got {version!r})")
         if isinstance(version, int) and version < 0:
             raise ValueError(f"'version' must be 0 or more (got {version})")
+        if on_error not in ("warn", "raise"):
+            raise ValueError(f"'on_error' must be 'warn' or 'raise' (got {on_error!r})")
+        self.on_error = on_error
         self._save_dir = os.path.abspath(os.path.expanduser(os.fspath(save_dir)))
         self._name = name or ""
         self._version = version

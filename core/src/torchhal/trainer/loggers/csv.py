@@ -29,6 +29,7 @@ class CSVLogger(FolderLogger):
         name: the experiment; "" for none.
         version: the run, a number or a name; None for a new one.
         flush_logs_every_n_steps: how many rows to keep in memory at most.
+        on_error: ``"warn"`` when something can't be written, and go on with the run, or ``"raise"``.
     """
 
     METRICS_FILE = "metrics.csv"
@@ -41,8 +42,10 @@ class CSVLogger(FolderLogger):
         name: str | None = "torchhal_logs",
         version: int | str | None = None,
         flush_logs_every_n_steps: int = 100,
+        *,
+        on_error: str = "warn",
     ) -> None:
-        super().__init__(save_dir, name, version)
+        super().__init__(save_dir, name, version, on_error=on_error)
         self._flush_every = check_count("flush_logs_every_n_steps", flush_logs_every_n_steps, minimum=1)
         self._rows: list[dict[str, Any]] = []
         self._columns: list[str] | None = None  # of the file; None before it was read

@@ -25,6 +25,7 @@ class TensorBoardLogger(FolderLogger):
         name: the experiment; "" for none.
         version: the run, a number or a name; None for a new one.
         prefix: put before every metric's name, with a dash.
+        on_error: ``"warn"`` when something can't be written, and go on with the run, or ``"raise"``.
         **writer_options: for ``torch.utils.tensorboard.SummaryWriter``, e.g. ``flush_secs``.
 
     Raises:
@@ -38,9 +39,11 @@ class TensorBoardLogger(FolderLogger):
         name: str | None = "torchhal_logs",
         version: int | str | None = None,
         prefix: str = "",
+        *,
+        on_error: str = "warn",
         **writer_options: Any,
     ) -> None:
-        super().__init__(save_dir, name, version)
+        super().__init__(save_dir, name, version, on_error=on_error)
         self._prefix = f"{prefix}-" if prefix else ""
         self._options = writer_options
         self._writer: Any = None

@@ -59,9 +59,12 @@ class SimpleProfiler(Profiler):
         if self._wait is not None:
             self._wait()
         now = time.perf_counter()
-        if not self._running or self._running[-1][0] != action:
-            running = repr(self._running[-1][0]) if self._running else "none"
-            raise ValueError(f"'action' must be the one that was started last (got {action!r}; running: {running})")
+        running = [name for name, _ in self._running]
+        if action not in running:
+            said = ", ".join(map(repr, running)) or "none"
+            raise ValueError(f"'action' must be one that was started (got {action!r}; running: {said})")
+        while self._running[-1][0] != action:  # an error has passed by its stop
+            self.stop(self._running[-1][0])
         _, began = self._running.pop()
         took = now - began
         self._seconds[action] = self._seconds.get(action, 0.0) + took - self._inner.pop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -117,7 +117,7 @@ class TorchProfiler(SimpleProfiler):
 
     def start(self, action: str) -> None:
         super().start(action)
-        region = self._accelerator.profile_region(action)
+        region = nullcontext() if self._accelerator is None else self._accelerator.profile_region(action)
         region.__enter__()
         self._regions.append(region)
 
