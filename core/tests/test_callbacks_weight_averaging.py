@@ -13,7 +13,13 @@ from torch.utils.data import DataLoader
 from torchhal import Callback, ModelCheckpoint, Module, Trainer
 from torchhal.errors import ConfigurationError
 from torchhal.strategies import SingleDeviceStrategy
-from torchhal.trainer.callbacks import EMAWeightAveraging, LambdaCallback, OnExceptionCheckpoint, WeightAveraging
+from torchhal.trainer.callbacks import (
+    EMAWeightAveraging,
+    LambdaCallback,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 
 
 class Net(Module):
@@ -345,6 +351,13 @@ def test_tied_weights_are_saved_by_each_name(tmp_path):
 def test_refuses(cls, arguments, error, message):
     with pytest.raises(error, match=message):
         cls(**arguments)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_refuses_another_average_of_the_model(order):
+    callbacks = [EMAWeightAveraging(), StochasticWeightAveraging(swa_lrs=0.1)][::order]
+    with pytest.raises(ConfigurationError, match="StochasticWeightAveraging beside EMAWeightAveraging"):
+        fit(*callbacks)
 
 
 def test_refuses_two():

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchhal import Callback, LearningRateMonitor, Module, Trainer
+from torchhal.errors import ConfigurationError
 from torchhal.trainer.loggers import CSVLogger, Logger, TensorBoardLogger, as_pixels
 from torchhal.trainer.loggers.base import is_rank_zero
 
@@ -457,6 +458,31 @@ def test_on_error(tmp_path, kind):
     assert kind(tmp_path).on_error == "warn" and kind(tmp_path, on_error="raise").on_error == "raise"
     with pytest.raises(ValueError, match="'on_error' must be 'warn' or 'raise'"):
         kind(tmp_path, on_error="ignore")
+
+
+def test_loggers_of_one_run_have_one_folder(tmp_path):
+    pytest.importorskip("tensorboard")
+    (tmp_path / "torchhal_logs" / "version_0").mkdir(parents=True)
+    trainer = quiet_trainer.make(logger=["csv", "tensorboard", {"csv": {"name": "b"}}], default_root_dir=str(tmp_path))
+    trainer.fit(Net(), [torch.ones(2, 2)] * 2)
+    assert [logger.version for logger in trainer.loggers] == [1, 1, 0]
+    assert {name.partition(".")[0] for name in os.listdir(trainer.log_dir)} >= {"metrics", "events"}
+    trainer = quiet_trainer.make(logger=["csv", "csv"], default_root_dir=str(tmp_path))
+    trainer.fit(Net(), [torch.ones(2, 2)] * 2)
+    assert [logger.version for logger in trainer.loggers] == [2, 3], "two of a kind would write to one file"
+
+
+def test_two_loggers_on_one_file_are_refused(tmp_path):
+    trainer = quiet_trainer.make(logger=[{"csv": {"version": "a"}}] * 2, default_root_dir=str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"two CSVLoggers that write to '.*/torchhal_logs/a'"):
+        trainer.fit(Net(), [torch.ones(2, 2)] * 2)
+
+
+def test_a_folder_that_cannot_be_made_is_said_before_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    trainer = quiet_trainer.make(logger=True, default_root_dir=str(tmp_path / "file"))
+    with pytest.raises(ConfigurationError, match=r"can't be created .*default_root_dir"):
+        trainer.fit(Net(), [torch.ones(2, 2)] * 2)
 
 
 def test_jobs_started_together_take_different_folders(tmp_path):

@@ -364,6 +364,18 @@ def test_a_folder_that_cannot_be_written_does_not_stop_the_training(ledger, tmp_
     logger.finalize("success")
 
 
+def test_a_run_whose_folder_cannot_be_made_goes_on(ledger, tmp_path):
+    (tmp_path / "experiment").write_text("in the way")
+    loader = torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=4)
+    trainer = Trainer(
+        logger=LedgerLogger(ledger.url, save_dir=tmp_path), max_epochs=1, accelerator="cpu", devices=1,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="can't be created.*Training goes on without it"):
+        trainer.fit(Model(), loader)
+    assert trainer.state.status == "finished"
+
+
 # -- arguments -------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from torchhal._overrides import implements
 from torchhal.distributed import rendezvous
 from torchhal.distributed.failures import exit_for_signal, mark_printed
 from torchhal.distributed.signals import DEFAULT_SIGNALS, StopRequested, StopSignals, at_once
-from torchhal.errors import RankFailedError
+from torchhal.errors import ConfigurationError, RankFailedError
 from torchhal.trainer import _checkpointing as checkpointing
 from torchhal.trainer import _rank_consistency as rank_consistency
 from torchhal.trainer import _resume as resume
@@ -169,10 +169,24 @@ def execute(
 
 
 def choose_log_folders(run: Run, fn: str) -> None:
-    """Take the next free folder before another job does; an evaluation may have nothing to write."""
+    """Take the next free folder before another job does; an evaluation may have nothing to write.
+
+    Loggers of several classes in one experiment have one folder.
+    """
+    chosen: dict[str, list[FolderLogger]] = {}
     for logger in run.loggers:
         if fn == "fit" and isinstance(logger, FolderLogger) and not run.fast_dev_run:
-            logger.reserve()
+            others = chosen.setdefault(logger.root_dir, [])
+            if others and not any(type(logger) is type(other) for other in others):
+                logger.join(others[0])
+            else:
+                logger.reserve()
+            if any(type(other) is type(logger) and other.log_dir == logger.log_dir for other in others):
+                raise ConfigurationError(
+                    f"'logger' must not hold two {type(logger).__name__}s that write to {logger.log_dir!r}: leave one "
+                    "out, or give them names or versions of their own"
+                )
+            others.append(logger)
         else:
             _ = logger.version
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from torchhal.errors import message_of
+from torchhal.errors import ConfigurationError, message_of
 from torchhal.plugin import Availability
 from torchhal.trainer.loggers import FolderLogger, NullExperiment, as_dict, is_rank_zero
 from torchhal.vendor_package import VendorPackage, availability_from
@@ -321,6 +321,12 @@ class ServiceLogger(FolderLogger):
     def _check_process(self) -> None:
         if self._process != os.getpid():  # forked
             self._start_in_process()
+
+    def reserve(self) -> None:
+        try:
+            super().reserve()
+        except ConfigurationError as error:  # the training goes on
+            self._messages.fail(f"can't be sent what is logged: {message_of(error)}")
 
     def _open_outbox(self) -> Outbox:
         self._check_process()

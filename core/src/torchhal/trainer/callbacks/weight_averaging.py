@@ -18,6 +18,7 @@ from torchhal.trainer.callbacks._engines import WEIGHTS, refuse_engines
 from torchhal.trainer.callbacks._monitor import check_number
 from torchhal.trainer.callbacks._whole_state import gathers_weights
 from torchhal.trainer.callbacks.base import Callback
+from torchhal.trainer.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
 
 if TYPE_CHECKING:
     from torchhal import Trainer
@@ -105,6 +106,11 @@ class WeightAveraging(Callback):
         if stage != "fit":
             return
         refuse_engines(trainer, self, WEIGHTS, "may keep weights of its own")
+        if any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):
+            raise ConfigurationError(
+                f"'callbacks' must not hold a StochasticWeightAveraging beside {type(self).__name__}: each gives the "
+                "model its average when the fit ends. Leave one out"
+            )
         if sum(isinstance(each, WeightAveraging) for each in trainer.callbacks) > 1:
             raise ConfigurationError(
                 "'callbacks' must not hold two WeightAveragings: both would be the state_dict of a checkpoint"

@@ -225,6 +225,9 @@ class FolderLogger(Logger):
         """Create this run's folder, so that a job started at the same moment takes the next one.
 
         The folder of a version that the user named may exist.
+
+        Raises:
+            ConfigurationError: it can't be created.
         """
         chosen = self._version is not None
         while True:
@@ -233,15 +236,28 @@ class FolderLogger(Logger):
                 os.makedirs(folder, exist_ok=chosen)
             except FileExistsError:
                 if chosen:
-                    raise
+                    raise ConfigurationError(
+                        f"{folder!r} must be a folder, for what {type(self).__name__} writes, but is a file"
+                    ) from None
                 self._version = None  # another process took this version
+            except OSError as error:
+                raise ConfigurationError(
+                    f"{folder!r}, the folder of the run, can't be created ({error.strerror}): choose another "
+                    "'default_root_dir' of the Trainer or 'save_dir' of the logger, or logger=False"
+                ) from error
             else:
                 return
+
+    def join(self, other: FolderLogger) -> None:
+        """Take the version of another logger of the same run, unless this one has one."""
+        if self._version is None:
+            self._version = other.version
+        self.reserve()
 
     def _next_version(self) -> int:
         try:
             names = os.listdir(self.root_dir)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return 0
         used = [int(name[8:]) for name in names if name.startswith("version_") and name[8:].isdigit()]
         return max(used, default=-1) + 1
