@@ -343,12 +343,12 @@ def test_a_narrow_terminal(capsys, monkeypatch):
 @BOTH
 def test_every_rank_knows_one_prints(tmp_path, capfd, kind):
     trainer = Trainer(
-        accelerator="cpu", devices=2, strategy="ddp_fork", max_epochs=1, logger=False, enable_checkpointing=False,
+        accelerator="cpu", devices=2, strategy="ddp_spawn", max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, callbacks=[kind()], default_root_dir=tmp_path,
     )  # fmt: skip
     trainer.fit(Net(), torch.utils.data.DataLoader(torch.ones(8, 2), 2))
     out = capfd.readouterr().out
-    assert out.count("memory of each of 2 ranks (estimate for ddp_fork") == 1 and "temporary 12 bytes" in out
+    assert out.count("memory of each of 2 ranks (estimate for ddp_spawn") == 1 and "temporary 12 bytes" in out
 
 
 def test_alias():

@@ -1,6 +1,9 @@
 """Profilers of a fit: whose time is whose, what the trace holds, and that they change nothing."""
 
 import json
+import os
+import subprocess
+import sys
 import time
 
 import hardware
@@ -271,7 +274,7 @@ def regions(path):
 
 
 def test_a_trace_of_the_steps_that_were_asked_for(tmp_path, capfd):
-    profiler = TorchProfiler(tmp_path, wait=1, warmup=1, active=2)
+    profiler = TorchProfiler(tmp_path, wait=1, warmup=1, active=2, row_limit=100)
     trainer = quiet_trainer.make(profiler=profiler)
     trainer.fit(Net(), BATCHES)
     path = tmp_path / "trace_rank0.json"
@@ -306,16 +309,27 @@ def test_what_torch_profiler_refuses(tmp_path):
         TorchProfiler(active=0)
 
 
-@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
-def test_every_rank_has_a_trace(tmp_path, strategy, capfd):
-    if strategy == "ddp_fork" and hardware.name() != "cpu":
-        pytest.skip("this process has used the accelerator")
-    profiler = TorchProfiler(tmp_path, wait=1, warmup=1, active=1)
+def fit_on_two_ranks(strategy, folder):
+    profiler = TorchProfiler(folder, wait=1, warmup=1, active=1)
     quiet_trainer.make(profiler=profiler, strategy=strategy, devices=2).fit(
         Net(), DataLoader(torch.cat(BATCHES), batch_size=3), DataLoader(torch.cat(BATCHES))
     )
+
+
+@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
+def test_every_rank_has_a_trace(tmp_path, strategy, capfd):
+    if strategy == "ddp_spawn":
+        fit_on_two_ranks(strategy, tmp_path)
+        out = capfd.readouterr().out
+    elif hardware.name() != "cpu":
+        pytest.skip("a process that has used the accelerator can't be forked")
+    else:  # nor this one, which may have used one in another test
+        call = f"import test_profilers; test_profilers.fit_on_two_ranks({strategy!r}, {str(tmp_path)!r})"
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+        out = subprocess.run(
+            [sys.executable, "-c", call], check=True, stdout=subprocess.PIPE, text=True, timeout=120, env=environ
+        ).stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace_rank0.json", "trace_rank1.json"]
-    out = capfd.readouterr().out
     assert "\ncommunication" in out and out.count("profile of") == 1
 
 
