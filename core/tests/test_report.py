@@ -222,6 +222,14 @@ def test_json(runs, capsys):
     _, out, _ = report(capsys, runs[0], "--json")
     found = json.loads(out)
     assert found["schema"] == 1 and found["runs"][0]["metrics"]["train_loss"]["step"] == 8
+    assert isinstance(found["runs"][0]["metrics"]["train_loss"]["latest"], float)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_json_has_no_value_that_is_not_finite(tmp_path, capsys, value):
+    _, out, _ = report(capsys, folder_with(tmp_path, metrics_csv=f"loss,step\n1.5,1\n{value},2\n"), "--json")
+    (run,) = json.loads(out, parse_constant=pytest.fail)["runs"]
+    assert run["metrics"]["loss"] == {"latest": None, "step": 2, "values": 2}
 
 
 def test_tensorboard_curves(tmp_path):
