@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from export_models import Dice, FixedBatch, Images, Other, Tied, trained
@@ -43,6 +45,30 @@ def test_program_computes_what_the_module_does(images: str, tmp_path: Path) -> N
     torch.export.load(done.path, extra_files=facts)
     assert json.loads(facts["torchhal.json"])["global_step"] == "4"
     assert "at most" in (tmp_path / "README.md").read_text()
+
+
+def generator_states() -> Any:
+    name, keys, *rest = np.random.get_state()
+    return random.getstate(), torch.get_rng_state().tolist(), (name, list(keys), *rest)
+
+
+def drawing(width: int) -> Images:
+    """Return a model whose construction draws from every generator."""
+    random.random(), np.random.rand()
+    return Images(width)
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.pt2", "x.onnx"])
+def test_random_state_is_as_before(images: str, tmp_path: Path, name: str) -> None:
+    """After an export, and after one that fails, the caller's generators go on where they were."""
+    for package in {"x.safetensors": ["safetensors"], "x.onnx": ["onnxscript"]}.get(name, []):
+        pytest.importorskip(package)
+    before = generator_states()
+    export(images, tmp_path / name, model=drawing, model_args={"width": 3})
+    assert generator_states() == before
+    with pytest.raises(TorchhalError):
+        export(images, tmp_path / name, model=drawing, model_args={"width": 4}, force=True)
+    assert generator_states() == before
 
 
 def test_onnx_computes_what_the_module_does(images: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torchhal import Callback, Trainer, cli
 from torchhal.errors import ConfigurationError
 from torchhal.report import _plots as plots
 from torchhal.report import html_page, read_record, read_run, read_runs, text_summary
-from torchhal.report._metrics import Curve
+from torchhal.report._fit_curves import Curve
 from torchhal.trainer.callbacks import ModelCheckpoint
 from torchhal.trainer.loggers import CSVLogger, TensorBoardLogger
 
@@ -222,6 +222,14 @@ def test_json(runs, capsys):
     _, out, _ = report(capsys, runs[0], "--json")
     found = json.loads(out)
     assert found["schema"] == 1 and found["runs"][0]["metrics"]["train_loss"]["step"] == 8
+    assert isinstance(found["runs"][0]["metrics"]["train_loss"]["latest"], float)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_json_has_no_value_that_is_not_finite(tmp_path, capsys, value):
+    _, out, _ = report(capsys, folder_with(tmp_path, metrics_csv=f"loss,step\n1.5,1\n{value},2\n"), "--json")
+    (run,) = json.loads(out, parse_constant=pytest.fail)["runs"]
+    assert run["metrics"]["loss"] == {"latest": None, "step": 2, "values": 2}
 
 
 def test_tensorboard_curves(tmp_path):
@@ -286,9 +294,11 @@ def test_values_that_are_not_finite(tmp_path):
     assert "1.5 at 2" in text_summary([run])
 
 
-def test_a_resume_replaces_the_steps_it_repeats(tmp_path):
-    run = read_run(str(folder_with(tmp_path, metrics_csv="loss,step\n1,1\n2,2\n3,3\n20,2\n30,3\n")))
-    assert (run.curves["loss"].steps, run.curves["loss"].values[-2:]) == ([1, 2, 2, 3], [20, 30])
+def test_without_a_record_the_latest_value_of_a_step_counts(tmp_path):
+    run = read_run(str(folder_with(tmp_path, metrics_csv="loss,acc,step\n1,1,1\n2,2,2\n3,,4\n20,,2\n30,,3\n")))
+    assert (run.curves["loss"].steps, run.curves["loss"].values) == ([1, 2, 3, 4], [1, 20, 30, 3])
+    (problem,) = [each for each in run.problems if "go back" in each]
+    assert "loss" in problem and "acc" not in problem
 
 
 @pytest.mark.parametrize("target", ["missing/page.html", "file/page.html", "folder"])
@@ -308,6 +318,115 @@ def test_what_is_no_run(tmp_path, capsys, runs):
     assert "is a folder with 2 run(s) in it" in report(capsys, Path(runs[0]).parent)[2]
     with pytest.raises(ConfigurationError):
         read_run(str(tmp_path / "nothing"))
+
+
+# -- several fits and evaluations in one folder ------------------------------------------------------------------------
+
+
+def rows(*points):
+    return "val_loss,step\n" + "".join(f"{value},{step}\n" for step, value in points)
+
+
+def record(*fits):
+    return json.dumps({"schema": 1, "fits": fits})
+
+
+@pytest.mark.parametrize("rows_are_recorded", [True, False])
+def test_a_resume_replaces_what_it_repeats(tmp_path, rows_are_recorded):
+    fits = [{"first_step": 0, "first_row": 0}, {"first_step": 20, "first_row": 4, "continued_from": "x.ckpt"}]
+    if not rows_are_recorded:
+        for each in fits:
+            del each["first_row"]
+    csv = rows((10, 3.0), (20, 2.0), (30, 0.1), (40, 0.2), (30, 1.5), (40, 1.4))
+    run = read_run(str(folder_with(tmp_path, metrics_csv=csv, run_json=record(*fits))))
+    (curve,) = run.curves.values()
+    assert (curve.steps, curve.values) == ([10, 20, 30, 40], [3.0, 2.0, 1.5, 1.4])
+    assert curve.extremes() == ((1.4, 40), (3.0, 10)) and "note:" not in text_summary([run])
+
+
+def test_a_resume_drops_abandoned_values_of_every_metric(tmp_path):
+    """Validation at step 40 is abandoned as soon as the resumed fit logs its loss at step 30."""
+    csv = "val_loss,loss,step\n,3,20\n,2,30\n0.1,1,40\n,2.5,30\n5,,30\n"
+    fits = record({"first_step": 0, "first_row": 0}, {"first_step": 20, "first_row": 3, "continued_from": "x.ckpt"})
+    run = read_run(str(folder_with(tmp_path, metrics_csv=csv, run_json=fits)))
+    assert (run.curves["loss"].steps, run.curves["loss"].values) == ([20, 30], [3, 2.5])
+    assert (run.curves["val_loss"].steps, run.curves["val_loss"].values) == ([30], [5])
+
+
+def test_a_resume_that_has_logged_nothing_replaces_nothing(tmp_path):
+    fits = record({"first_step": 0, "first_row": 0}, {"first_step": 20, "first_row": 2, "continued_from": "x.ckpt"})
+    run = read_run(str(folder_with(tmp_path, metrics_csv=rows((20, 1), (40, 2)), run_json=fits)))
+    assert run.curves["val_loss"].steps == [20, 40]
+
+
+@pytest.mark.parametrize("rows_are_recorded", [True, False])
+def test_a_fit_that_begins_anew_has_its_own_curve(tmp_path, capsys, rows_are_recorded):
+    fits = [{"first_step": 0, "step": 30, "first_row": 0}, {"first_step": 0, "step": 20, "first_row": 3}]
+    if not rows_are_recorded:
+        for each in fits:
+            del each["first_row"]
+    csv = rows((10, 3.0), (20, 2.0), (30, 1.0), (10, 30.0), (20, 20.0))
+    run = read_run(str(folder_with(tmp_path, metrics_csv=csv, run_json=record(*fits))))
+    assert {name: curve.values for name, curve in run.curves.items()} == {
+        "val_loss (fit 1)": [3, 2, 1],
+        "val_loss": [30, 20],
+    }
+    _, out, _ = report(capsys, run.path)
+    assert "val_loss (fit 1)" in out and "fit 2" in out
+    page = html_page([run])
+    assert is_well_formed(page) and "val_loss (fit 1)" in page and page.count("<figure>") <= 1
+
+
+def test_a_resume_continues_the_fit_before_it(tmp_path):
+    fits = record(
+        {"first_step": 0, "first_row": 0}, {"first_step": 0, "first_row": 2},
+        {"first_step": 10, "first_row": 4, "continued_from": "x.ckpt"},
+    )  # fmt: skip
+    csv = rows((10, 1), (20, 2), (10, 3), (20, 4), (20, 5), (30, 6))
+    run = read_run(str(folder_with(tmp_path, metrics_csv=csv, run_json=fits)))
+    assert run.curves["val_loss"].values == [3, 5, 6] and run.curves["val_loss (fit 1)"].values == [1, 2]
+
+
+@pytest.mark.parametrize("fits", ['{"schema": 1, "fits": [{}]}', '{"schema": 1, "fits": [{"first_step": "x"}]}'])
+def test_fits_that_were_never_set_up_have_no_curves(tmp_path, fits):
+    run = read_run(str(folder_with(tmp_path, metrics_csv=rows((10, 1), (10, 2)), run_json=fits)))
+    assert run.curves["val_loss"].values == [2] and any("go back" in each for each in run.problems)
+
+
+@pytest.fixture(params=["csv", "tensorboard"])
+def logger(request, tmp_path):
+    if request.param == "csv":
+        return CSVLogger(tmp_path, "logs", 0)
+    pytest.importorskip("tensorboard")
+    return TensorBoardLogger(tmp_path, "logs", 0)
+
+
+def test_evaluations_are_no_part_of_a_fits_curve(tmp_path, logger):
+    trainer = fit(tmp_path, ModelCheckpoint(save_top_k=-1, monitor="val_loss"), logger=logger)
+    before = read_run(trainer.log_dir).curves["val_loss"]
+    assert before.steps == [4, 8]
+    trainer.validate(trainer.module, BATCHES, ckpt_path=min(Path(trainer.log_dir, "checkpoints").glob("*.ckpt")))
+    Trainer(accelerator="cpu", logger=logger, enable_progress_bar=False).validate(Net(), BATCHES)
+    run = read_run(trainer.log_dir)
+    assert run.curves["val_loss"] == before and not run.problems
+    assert 0 in run.curves["val_loss (evaluation)"].steps
+
+
+def test_a_second_fit_into_the_folder(tmp_path, logger):
+    first = fit(tmp_path, logger=logger)
+    curve = read_run(first.log_dir).curves["train_loss"]
+    fit(tmp_path, logger=logger, module=Net(lr=0.01), max_epochs=1)
+    run = read_run(first.log_dir)
+    assert run.curves["train_loss (fit 1)"] == curve and run.curves["train_loss"].steps == [1, 2, 3, 4]
+
+
+def test_a_resumed_fit_continues_the_curve(tmp_path, logger):
+    first = fit(tmp_path, ModelCheckpoint(save_top_k=-1), logger=logger, max_epochs=3)
+    checkpoint = next(Path(first.log_dir, "checkpoints").glob("*step=4*"))
+    fit(tmp_path, logger=logger, module=Net(lr=0.01), max_epochs=2, ckpt_path=checkpoint)
+    run = read_run(first.log_dir)
+    assert run.curves["train_loss"].steps == list(range(1, 9)) and run.curves["val_loss"].steps == [4, 8]
+    assert not any("fit" in name for name in run.curves) and not run.problems
 
 
 # -- plots -------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 ``python docs/site/build.py [FOLDER]`` adds the version to FOLDER (``build/site``), which any static host can serve: a
 folder for each version, ``versions.json`` for the selector in the page's header, and an ``index.html`` that leads to
-the newest. To publish a release, build it into the folder of the earlier ones. Any warning is an error.
+the newest release. To publish a release, build it into the folder of the earlier ones. Any warning is an error.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import api_pages
 from markdown_pages import DOCS, ROOT, copy_pages, site_paths
+from packaging.version import InvalidVersion, Version
 
 HERE = Path(__file__).parent
 LIST = DOCS / "README.md"
@@ -148,15 +150,24 @@ def _toml(value: object) -> str:
 
 def _list_versions(folder: Path) -> None:
     """Write what the selector of versions and the address without a version lead to."""
-    names = [path.parent.name for path in folder.glob("*/index.html")]
-    newest_first = sorted(names, key=_numbers, reverse=True)
-    entries = [{"version": name, "title": name, "aliases": []} for name in newest_first]
+    names = newest_first(path.parent.name for path in folder.glob("*/index.html"))
+    entries = [{"version": name, "title": name, "aliases": []} for name in names]
     (folder / "versions.json").write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
-    (folder / "index.html").write_text(REDIRECT.format(version=newest_first[0]), encoding="utf-8")
+    (folder / "index.html").write_text(REDIRECT.format(version=default_version(names)), encoding="utf-8")
 
 
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)]
+def newest_first(names: Iterable[str]) -> list[str]:
+    """Return those of ``names`` that are versions, in the order of PEP 440; a host may have other folders."""
+    versions = []
+    for name in names:
+        with suppress(InvalidVersion):
+            versions.append((Version(name), name))
+    return [name for _, name in sorted(versions, reverse=True)]
+
+
+def default_version(names: Sequence[str]) -> str:
+    """Return the newest release among versions, the newest first; a pre-release only where there is nothing else."""
+    return next((name for name in names if not Version(name).is_prerelease), names[0])
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,3 +101,13 @@ def restore_host(state: dict[str, Any]) -> None:
 
         name, keys, position, has_gauss, cached = state["numpy"]
         numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+
+
+@contextmanager
+def host_generators_restored() -> Iterator[None]:
+    """Restore the generators on the host on exit, those of devices excepted; core's own, so not in ``__all__``."""
+    before = collect_host()
+    try:
+        yield
+    finally:
+        restore_host(before)

@@ -342,3 +342,58 @@ def test_plugins_lists_them(classes: Any, capsys: Any) -> None:
     for line in ("default_callback audit", "default_logger ledger", "callback one-process", "logger ledger"):
         assert line in said
     assert torchhal.registry.aliases("callback")  # core's own
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "audit = callbak",
+            "declares audit = callbak in [torchhal.defaults], which is ignored: the value must be 'logger'",
+        ),
+        (
+            "audit",
+            "declares audit =  in [torchhal.defaults], which is ignored: the value must be 'logger' or 'callback'",
+        ),
+        ("Au dit = callback", "in [torchhal.defaults], which is ignored: the name must be an alias"),
+        ("audit = logger", "has no default logger 'audit' that can be used (it has 'ledger')"),
+        ("audti = callback", "has no default callback 'audti' that can be used (it has 'audit')"),
+    ],
+)
+def test_a_wrong_declaration_is_a_problem(classes: Any, tmp_path: Path, capsys: Any, line: str, said: str) -> None:
+    """It costs only itself: the other default is in the Trainer, and commands say what is wrong and what to add."""
+    classes.add("acme", MANIFEST, entry_points=DECLARED.replace("audit = callback", line))
+    with in_place(classes):
+        trainer = Trainer(default_root_dir=tmp_path, **QUIET)
+        assert "Ledger" in kinds(trainer.loggers) and "Audit" not in kinds(trainer.callbacks)
+    for command in ("plugins", "doctor"):
+        with in_place(classes):
+            assert main([command]) == 0
+        shown = capsys.readouterr().out
+        assert said in shown and "problem: its entry_points.txt declares" in shown
+        assert "the default callback 'audit' is in no Trainer" in shown
+        assert "the default logger 'ledger' is in no" not in shown
+
+
+def test_plugins_names_the_declaration_that_is_missing(classes: Any, capsys: Any) -> None:
+    classes.add("acme", MANIFEST)
+    with in_place(classes):
+        assert main(["plugins"]) == 0
+    shown = capsys.readouterr().out
+    assert "problem: the default callback 'audit' is in no Trainer" in shown
+    assert '[project.entry-points."torchhal.defaults"] with audit = "callback"' in shown
+    assert '[project.entry-points."torchhal.defaults"] with ledger = "logger"' in shown
+
+
+def test_right_declarations_are_no_problem(classes: Any, capsys: Any) -> None:
+    classes.add("acme", MANIFEST + NAMED, entry_points=DECLARED)
+    with in_place(classes):
+        assert main(["plugins"]) == 0
+    assert "problem" not in capsys.readouterr().out
+
+
+def test_declarations_without_a_plugin(classes: Any, capsys: Any) -> None:
+    classes.add("acme", "", entry_points="[torchhal.defaults]\naudit = callback\n")
+    with in_place(classes):
+        assert main(["plugins"]) == 0
+    assert "its entry_points.txt has [torchhal.defaults], but no plugin in [torchhal]" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import secrets
 from contextlib import suppress
@@ -44,7 +45,11 @@ def _plain(run: Any) -> dict[str, Any]:
         "fits": run.fits,
         "hparams": run.hparams,
         "metrics": {
-            name: {"latest": str(curve.last), "step": curve.steps[-1], "values": len(curve.values)}
+            name: {
+                "latest": curve.last if math.isfinite(curve.last) else None,
+                "step": curve.steps[-1],
+                "values": len(curve.values),
+            }
             for name, curve in run.curves.items()
         },
         "checkpoints": run.checkpoints,

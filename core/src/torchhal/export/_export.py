@@ -23,6 +23,7 @@ from torchhal.export._onnx_file import save_onnx
 from torchhal.export._result import Export
 from torchhal.export._torch_export_file import save_torch_export
 from torchhal.export._weights import WEIGHTS, check_dtype, read_for_export
+from torchhal.rng import host_generators_restored
 from torchhal.suggestions import one_of
 
 __all__ = ["Export", "export"]
@@ -48,7 +49,8 @@ def export(
 
     The checkpoint may be of any strategy, and whatever an installed checkpoint IO reads. A file of ``torch.export`` or
     ONNX is compared with the module before it takes its name, on batches of one and of three samples; ONNX by
-    onnxruntime, where that is installed. The files appear when they are complete.
+    onnxruntime, where that is installed. The files appear when they are complete. The states of the random-number
+    generators on the host are afterwards as before.
 
     Args:
         checkpoint_path: a file, a folder or a URL.
@@ -103,7 +105,8 @@ def export(
             raise ConfigurationError(f"'output' must have another name than {CARD!r}, which is that of the model card")
         refuse_foreign_card(sibling(target, CARD), force=force)
 
-    with staged_files(target) as folder:  # an output that can't be written is found before anything is read
+    # an output that can't be written is found before anything is read
+    with staged_files(target) as folder, host_generators_restored():
         content, state, origin, notes = read_for_export(source, weights, kind)
         module = None
         if model is not None or model_args is not None or chosen in _SAVE:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from torchhal.plugin import HOOKS, PROJECT
 from torchhal.registry._declarations import (
     ADAPT,
-    AUTO,
-    DEFAULTS,
+    DEFAULT_KINDS,
     DETECT,
+    GROUPS,
     NO_DECLARATIONS,
     Declarations,
     read_declarations,
@@ -121,14 +121,33 @@ def bringing_defaults(index: Iterable[IndexedDistribution]) -> list[DiscoveredPl
     """Return the plugins of the distributions that declare a logger or a callback for every Trainer."""
     found: list[DiscoveredPlugin] = []
     for distribution in index:
-        if f"[{DEFAULTS}]" in (distribution.text or ""):
+        if _declarations(distribution).defaults:
             found += find_plugins(distribution.load())
     return sorted(found, key=lambda plugin: (plugin.distribution, plugin.name))
 
 
+def declared_defaults(plugins: Iterable[DiscoveredPlugin], entries: Iterable[RegistryEntry]) -> list[RegistryEntry]:
+    """Return those of ``entries`` that the metadata of their distribution declares."""
+    declared = {
+        (plugin.distribution, f"default_{kind}"): [alias for alias, of in plugin.declared.defaults if of == kind]
+        for plugin in plugins
+        if plugin.declared.defaults
+        for kind in DEFAULT_KINDS
+    }
+    return [
+        entry
+        for entry in entries
+        if any(
+            same_alias(alias, name)
+            for alias in declared.get((entry.distribution, entry.kind), ())
+            for name in entry.names
+        )
+    ]
+
+
 def _declarations(distribution: IndexedDistribution) -> Declarations:
     text = distribution.text or ""
-    declares = any(f"[{group}]" in text for group in (DETECT, AUTO, ADAPT))
+    declares = any(f"[{group}]" in text for group in GROUPS[1:])
     return read_declarations(text) if declares else NO_DECLARATIONS
 
 

@@ -22,6 +22,12 @@ ADAPT: Final = f"{PROJECT}.adapt"
 DEFAULTS: Final = f"{PROJECT}.defaults"
 GROUPS: Final = (PROJECT, DETECT, AUTO, ADAPT, DEFAULTS)
 
+DEFAULT_KINDS: Final = ("logger", "callback")
+"""What every Trainer may have more of: a default of these kinds is a component of ``default_logger``, say."""
+
+ALIAS_FIRST: Final = (AUTO, DEFAULTS)
+"""Groups whose names are aliases; in the others the values are."""
+
 _HEADERS = tuple(f"[{group}]".encode() for group in GROUPS)
 _HAS_GROUP = re.compile(rf"^[ \t]*(?:{'|'.join(re.escape(f'[{group}]') for group in GROUPS)})", re.MULTILINE)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -35,12 +41,14 @@ class Declarations:
         variables: (environment variable, alias of a cluster environment) pairs, in the file's order.
         modules: (alias of an accelerator, top-level module) pairs.
         packages: (package, alias of a model adapter) pairs.
+        defaults: (alias, ``"logger"`` or ``"callback"``) pairs.
         problems: one line for each declaration that can't be used.
     """
 
     variables: tuple[tuple[str, str], ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
     packages: tuple[tuple[str, str], ...] = ()
+    defaults: tuple[tuple[str, str], ...] = ()
     problems: tuple[str, ...] = ()
 
     def announcing(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -91,6 +99,7 @@ def read_declarations(text: str) -> Declarations:
     variables: list[tuple[str, str]] = []
     modules: list[tuple[str, str]] = []
     packages: list[tuple[str, str]] = []
+    defaults: list[tuple[str, str]] = []
     problems: list[str] = []
     for name, value in read_group(text, DETECT):
         if not _VARIABLE.fullmatch(name):
@@ -113,18 +122,33 @@ def read_declarations(text: str) -> Declarations:
             problems.append(_problem(ADAPT, name, value, f"the value must be an alias: {reason}"))
         else:
             packages.append((name, value))
-    return Declarations(tuple(variables), tuple(modules), tuple(packages), tuple(problems))
+    for name, value in read_group(text, DEFAULTS):
+        if value not in DEFAULT_KINDS:
+            problems.append(_problem(DEFAULTS, name, value, "the value must be 'logger' or 'callback'"))
+        elif reason := alias_problem(name, f"default_{value}"):
+            problems.append(_problem(DEFAULTS, name, value, f"the name must be an alias: {reason}"))
+        else:
+            defaults.append((name, value))
+    return Declarations(tuple(variables), tuple(modules), tuple(packages), tuple(defaults), tuple(problems))
 
 
 def unknown_alias_problem(group: str, name: str, value: str, kind: str, known: set[str]) -> str:
     """Return the problem of a declaration whose alias is not among ``known``, those that the distribution has."""
     has = ", ".join(map(repr, sorted(known))) or "none"
-    alias = name if group == AUTO else value
+    alias = name if group in ALIAS_FIRST else value
     return _problem(
         group,
         name,
         value,
         f"the distribution has no {kind.replace('_', ' ')} {alias!r} that can be used (it has {has})",
+    )
+
+
+def undeclared_default_problem(alias: str, kind: str) -> str:
+    """Return the problem of a default that the metadata doesn't declare."""
+    return (
+        f"the default {kind} {alias!r} is in no Trainer: its entry_points.txt declares no {alias} = {kind} in "
+        f'[{DEFAULTS}]. To its pyproject.toml belongs [project.entry-points."{DEFAULTS}"] with {alias} = "{kind}"'
     )
 
 

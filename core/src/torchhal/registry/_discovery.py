@@ -22,8 +22,7 @@ from torchhal._terminal import printable
 from torchhal.errors import BrokenPluginError
 from torchhal.plugin import HOOKS, PROJECT, Component, Hookspecs
 from torchhal.registry._declarations import (
-    AUTO,
-    DETECT,
+    GROUPS,
     NO_DECLARATIONS,
     Declarations,
     has_group,
@@ -137,7 +136,7 @@ def _read(name: str, distribution: Distribution) -> Iterator[DiscoveredPlugin]:
         return
     declared = read_declarations(text)
     if not entry_points:
-        groups = " and ".join(f"[{group}]" for group in (DETECT, AUTO) if f"[{group}]" in text)
+        groups = " and ".join(f"[{group}]" for group in GROUPS[1:] if f"[{group}]" in text)
         problem = f"its entry_points.txt has {groups}, but no plugin in [{PROJECT}]"
         yield DiscoveredPlugin(label, label, version, requires, problem=problem, declared=declared)
     previous = None

@@ -14,7 +14,18 @@ import torchhal
 from torchhal._terminal import printable
 from torchhal.errors import BrokenPluginError, ComponentError, IncompatiblePluginError, PluginError
 from torchhal.plugin import Component
-from torchhal.registry._declarations import ADAPT, AUTO, DETECT, Declarations, same_alias, unknown_alias_problem
+from torchhal.registry._declarations import (
+    ADAPT,
+    ALIAS_FIRST,
+    AUTO,
+    DEFAULT_KINDS,
+    DEFAULTS,
+    DETECT,
+    Declarations,
+    same_alias,
+    undeclared_default_problem,
+    unknown_alias_problem,
+)
 from torchhal.registry._discovery import DiscoveredPlugin, PluginFilter, collect_components, describe, unmet_requirement
 from torchhal.registry._entry import RegistryEntry
 
@@ -123,6 +134,8 @@ def read_plugins(
         if strict and failure is None and (failure := _failure(record)):
             failure.__cause__ = cause
     problems = [_unknown_aliases(plugin, records) for plugin in found]
+    for lines, record in zip(problems, records, strict=True):
+        lines += _undeclared_defaults(record, declared[record.distribution])
     records = [
         replace(r, problems=(*r.problems, *more)) if more else r for r, more in zip(records, problems, strict=True)
     ]
@@ -133,7 +146,8 @@ def _unknown_aliases(plugin: DiscoveredPlugin, records: Iterable[PluginRecord]) 
     """Return the problems of declarations whose alias the plugin's distribution doesn't have."""
     own = [record for record in records if record.distribution == plugin.distribution]
     declared = plugin.declared
-    if not (declared.variables or declared.modules or declared.packages) or any(r.status != "loaded" for r in own):
+    pairs_of = (declared.variables, declared.modules, declared.packages, declared.defaults)
+    if not any(pairs_of) or any(r.status != "loaded" for r in own):
         return []
     entries = [entry for record in own for entry in record.components if not entry.problem]
     lines = []
@@ -141,12 +155,28 @@ def _unknown_aliases(plugin: DiscoveredPlugin, records: Iterable[PluginRecord]) 
         (DETECT, "cluster_environment", declared.variables),
         (AUTO, "accelerator", declared.modules),
         (ADAPT, "model_adapter", declared.packages),
+        *(
+            (DEFAULTS, f"default_{kind}", [pair for pair in declared.defaults if pair[1] == kind])
+            for kind in DEFAULT_KINDS
+        ),
     ):
         known = {name for entry in entries if entry.kind == kind for name in entry.names}
         for name, value in pairs:
-            if not any(same_alias(name if group == AUTO else value, alias) for alias in known):
+            if not any(same_alias(name if group in ALIAS_FIRST else value, alias) for alias in known):
                 lines.append(unknown_alias_problem(group, name, value, kind, known))
     return lines
+
+
+def _undeclared_defaults(record: PluginRecord, declared: Declarations) -> list[str]:
+    """Return the problems of defaults that no Trainer has, as the distribution's metadata doesn't declare them."""
+    return [
+        undeclared_default_problem(entry.component.alias, kind)
+        for entry in record.components
+        for kind in DEFAULT_KINDS
+        if entry.kind == f"default_{kind}"
+        and not entry.problem
+        and not any(of == kind and same_alias(name, alias) for name, of in declared.defaults for alias in entry.names)
+    ]
 
 
 def plugin_status(plugin: DiscoveredPlugin, selection: PluginFilter) -> PluginRecord:

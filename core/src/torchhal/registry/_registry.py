@@ -26,6 +26,7 @@ from torchhal.registry._announced import (
     asked_environments,
     automatic,
     bringing_defaults,
+    declared_defaults,
 )
 from torchhal.registry._declarations import same_alias
 from torchhal.registry._discovery import (
@@ -202,7 +203,7 @@ class Registry:
     def defaults(self) -> tuple[list[RegistryEntry], list[str]]:
         """Return the loggers and callbacks that every Trainer has, and notes on plugins that may bring one and can't.
 
-        They come from plugins whose metadata has the group ``torchhal.defaults``; no other manifest is imported.
+        They are declared in the group ``torchhal.defaults`` of their plugin's metadata; no other manifest is imported.
         None with ``TORCHHAL_DEFAULTS=0``.
 
         Raises:
@@ -216,7 +217,9 @@ class Registry:
         scan = self._read(self._of_defaults) if self._of_defaults else None
         entries = [entry for kind in ("default_logger", "default_callback") for entry in self._sorted(kind, scan)]
         records = scan.records if scan else ()
-        return entries, [str(record) for record in records if record.status in ("broken", "incompatible")]
+        return declared_defaults(self._of_defaults, entries), [
+            str(record) for record in records if record.status in ("broken", "incompatible")
+        ]
 
     def find_known(self, kind: str, alias: str) -> RegistryEntry | None:
         """Return what :meth:`find` does for a built-in component or a registered class; None where it needs plugins."""

@@ -162,14 +162,13 @@ def _name(path: str) -> str:
 
 
 def history(run: RunFolder) -> Rows:
-    """Return each fit of the run's folder: began, ended, from step, to step, how it ended."""
+    """Return each fit of the run's folder: number, began, ended, from step, to step, how it ended."""
     rows: Rows = []
-    for fit in run.fits:
+    for number, fit in enumerate(run.fits, 1):
         source = fit.get("continued_from")
         first = str(fit.get("first_step", "")) + (f" of {_name(str(source))}" if source else "")
-        rows.append(
-            (as_time(fit.get("began")), as_time(fit.get("ended")), first, str(fit.get("step", "")), run.status(fit))
-        )
+        times = as_time(fit.get("began")), as_time(fit.get("ended"))
+        rows.append((f"fit {number}", *times, first, str(fit.get("step", "")), run.status(fit)))
     return rows
 
 

@@ -4,65 +4,66 @@ from __future__ import annotations
 
 import csv
 import glob
-import math
+import itertools
 import os
-from dataclasses import dataclass, field
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from torchhal.report._fit_curves import Curve, FitStart, Point, Span, curves_of_fits, fit_starts
+from torchhal.report._record import RECORD_FILE
 
 CSV_FILE: Final = "metrics.csv"
 _EVENTS: Final = "events.out.tfevents.*"
 
 
-@dataclass
-class Curve:
-    """The values of one metric by step, in the order in which they were logged.
+def read_curves(folder: str, fits: Sequence[Mapping[str, Any]] = ()) -> tuple[dict[str, Curve], list[str]]:
+    """Return the curves of a run's folder by the metric's name, and what could not be read, as sentences.
 
-    A run that continued from a checkpoint has logged some steps twice; the later values count.
+    Args:
+        folder: of the run.
+        fits: those of its record, which tell the values of one from those of the next; empty without one.
     """
-
-    steps: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-    not_finite: int = 0
-    """Values that are NaN or infinite, which a plot leaves out."""
-
-    def add(self, step: int, value: float) -> None:
-        """Add a value; those of later steps, which a continued run repeats, are dropped."""
-        while self.steps and self.steps[-1] > step:
-            self.steps.pop()
-            self.values.pop()
-        self.steps.append(step)
-        self.values.append(value)
-
-    def count_not_finite(self) -> None:
-        """Count what a plot can't show."""
-        self.not_finite = sum(not math.isfinite(value) for value in self.values)
-
-    @property
-    def last(self) -> float:
-        """The latest value."""
-        return self.values[-1]
-
-    def extremes(self) -> tuple[tuple[float, int], tuple[float, int]] | None:
-        """Return the least and the greatest finite value, each with its step; None without one."""
-        pairs = [pair for pair in zip(self.values, self.steps, strict=True) if math.isfinite(pair[0])]
-        return (min(pairs), max(pairs)) if pairs else None
-
-
-def read_curves(folder: str) -> tuple[dict[str, Curve], list[str]]:
-    """Return the curves of a run's folder by the metric's name, and what could not be read, as sentences."""
-    curves: dict[str, Curve] = {}
     problems: list[str] = []
+    starts = fit_starts(fits)
     path = os.path.join(folder, CSV_FILE)
+    logged: dict[str, list[Point]] = {}
     if os.path.exists(path):
-        _read_csv(path, curves, problems)
-    if events := sorted(glob.glob(os.path.join(glob.escape(folder), _EVENTS))):
-        _read_events(folder, len(events), curves, problems)
+        _read_csv(path, logged, problems)
+    curves = _curves(logged, starts, [start.rows for start in starts], problems)
+    if files := glob.glob(os.path.join(glob.escape(folder), _EVENTS)):
+        events = _read_events(folder, len(files), problems)
+        others = {name: points for name, points in events.items() if name not in logged}
+        curves |= _curves(others, starts, [start.times for start in starts], problems)
     for curve in curves.values():
         curve.count_not_finite()
     return curves, problems
 
 
-def _read_csv(path: str, curves: dict[str, Curve], problems: list[str]) -> None:
+def _curves(
+    logged: Mapping[str, Sequence[Point]],
+    starts: Sequence[FitStart],
+    spans: Sequence[Span],
+    problems: list[str],
+) -> dict[str, Curve]:
+    if starts:
+        return curves_of_fits(logged, starts, spans)
+    curves: dict[str, Curve] = {}
+    repeated = []
+    for name, points in logged.items():
+        curve = curves[name] = Curve()
+        for point in points:
+            curve.add(point.step, point.value)
+        if len(curve.steps) < len(points) or any(b.step < a.step for a, b in itertools.pairwise(points)):
+            repeated.append(name)
+    if repeated:
+        problems.append(
+            f"the steps of {', '.join(repeated)} repeat or go back, and no {RECORD_FILE} tells the fits apart: of "
+            "several values of one step the latest is shown, and values that a resume has abandoned may be among them"
+        )
+    return curves
+
+
+def _read_csv(path: str, logged: dict[str, list[Point]], problems: list[str]) -> None:
     bad = 0
     try:
         with open(path, encoding="utf-8", errors="replace", newline="") as file:
@@ -80,7 +81,7 @@ def _read_csv(path: str, curves: dict[str, Curve], problems: list[str]) -> None:
         return
     step = -1
     try:
-        for row in rows:
+        for number, row in enumerate(rows):
             if len(row) != len(header):
                 bad += 1
                 continue
@@ -98,7 +99,7 @@ def _read_csv(path: str, curves: dict[str, Curve], problems: list[str]) -> None:
                 except ValueError:
                     bad += 1
                 else:
-                    curves.setdefault(name, Curve()).add(step, value)
+                    logged.setdefault(name, []).append(Point(number, step, value))
     except csv.Error as error:
         problems.append(f"{path} is damaged after row {rows.line_num}: {error}")
     if bad:
@@ -107,7 +108,8 @@ def _read_csv(path: str, curves: dict[str, Curve], problems: list[str]) -> None:
         problems.append(f"{path} ends within a row: it is being written, or the run was killed while it was")
 
 
-def _read_events(folder: str, files: int, curves: dict[str, Curve], problems: list[str]) -> None:
+def _read_events(folder: str, files: int, problems: list[str]) -> dict[str, list[Point]]:
+    logged: dict[str, list[Point]] = {}
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError:
@@ -115,15 +117,14 @@ def _read_events(folder: str, files: int, curves: dict[str, Curve], problems: li
             f"{files} event file(s) of TensorBoard are not read: tensorboard is not installed "
             "(pip install 'torchhal[tensorboard]')"
         )
-        return
+        return logged
     try:
-        events = EventAccumulator(folder, size_guidance={"scalars": 0})
+        # purged, values of an earlier fit would be gone without a word
+        events = EventAccumulator(folder, size_guidance={"scalars": 0}, purge_orphaned_data=False)
         events.Reload()
         for name in events.Tags()["scalars"]:
-            if name in curves or name == "epoch":
-                continue
-            curve = curves[name] = Curve()
-            for event in events.Scalars(name):
-                curve.add(int(event.step), float(event.value))
+            if name != "epoch":
+                logged[name] = [Point(one.wall_time, int(one.step), float(one.value)) for one in events.Scalars(name)]
     except Exception as error:  # of another library, over a file that may be damaged
         problems.append(f"the event files of TensorBoard in {folder} can't be read: {type(error).__name__}: {error}")
+    return logged

@@ -137,7 +137,7 @@ def _details(run: RunFolder, level: str) -> Iterator[str]:
     heads = ["rank", "device", "peak of the device", "peak of the process"]
     yield from section("Memory", table(heads, facts.memory(run)))
     yield from section("Checkpoints", table(["name", "size", "written", "score", ""], facts.checkpoints(run)))
-    heads = ["began", "ended", "from step", "to step", "how it ended"]
+    heads = ["", "began", "ended", "from step", "to step", "how it ended"]
     yield from section("Fits, interruptions and resumes", table(heads, facts.history(run)))
     yield from section("Versions", table([], list(facts.named(run, "versions").items())))
     if settings := facts.named(run, "settings"):

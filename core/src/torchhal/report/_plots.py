@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any, Final, NamedTuple
 
-from torchhal.report._metrics import Curve
+from torchhal.report._fit_curves import Curve
 from torchhal.report._run_folder import RunFolder
 
 MAX_POINTS: Final = 600
@@ -22,7 +22,7 @@ _TEXT, _GRID = "#010203", "#010204"
 _COLORS: Final = ("#4477aa", "#ee6677", "#228833", "#b8860b", "#66ccee", "#aa3377", "#888888")
 _STYLES: Final = ("-", "--", ":", "-.")
 _PREFIX = re.compile(r"^(train|training|val|valid|validation|test)[_/.]")
-_SUFFIX = re.compile(r"_(step|epoch)$")
+_SUFFIX = re.compile(r"(_(step|epoch))?( \((fit \d+|evaluation|earlier)\))?$")
 _ID = re.compile(r' id="[a-zA-Z0-9.]+_\d+"')
 
 

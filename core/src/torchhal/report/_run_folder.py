@@ -11,7 +11,8 @@ from datetime import datetime, timezone
 from typing import Any
 
 from torchhal.errors import ConfigurationError
-from torchhal.report._metrics import CSV_FILE, Curve, read_curves
+from torchhal.report._fit_curves import Curve
+from torchhal.report._metrics import CSV_FILE, read_curves
 from torchhal.report._record import RECORD_FILE, DamagedRecordError, read_record
 
 _HPARAMS = "hparams.json"
@@ -26,7 +27,8 @@ class RunFolder:
         path: the folder.
         label: a short name, which differs between the runs of one report.
         fits: the fits that the record lists, the oldest first; see :mod:`torchhal.trainer._run_record`.
-        curves: by the metric's name.
+        curves: by the metric's name; "(fit 1)" after it marks an earlier fit that the latest doesn't continue, and
+            "(evaluation)" what no fit has logged.
         hparams: the hyperparameters.
         checkpoints: name, bytes and time of each file, or folder, below ``checkpoints``.
         problems: what could not be read, as sentences.
@@ -101,7 +103,7 @@ def read_run(path: str, label: str | None = None) -> RunFolder:
         run.problems.append(
             f"there is no {RECORD_FILE}: no fit with a logger has begun here, or one of a torchhal before 0.2"
         )
-    run.curves, problems = read_curves(path)
+    run.curves, problems = read_curves(path, run.fits)
     run.problems += problems
     if not run.curves:
         run.problems.append("no metric was logged, or the logger keeps them elsewhere")

@@ -36,7 +36,7 @@ def _one(run: RunFolder) -> Iterator[str]:
     if rows := facts.checkpoints(run):
         yield from _table("checkpoints", ("name", "size", "written", "score", ""), rows)
     if len(run.fits) > 1:
-        yield from _table("fits", ("began", "ended", "from step", "to step", "status"), facts.history(run))
+        yield from _table("fits", ("", "began", "ended", "from step", "to step", "status"), facts.history(run))
     for problem in run.problems:
         yield f"note: {problem}"
 

@@ -20,6 +20,7 @@ from torchhal.checkpoint._location import is_url
 from torchhal.checkpoint._temp_files import new_temporary_name
 from torchhal.distributed.signals import is_orderly
 from torchhal.report import RECORD_FILE, DamagedRecordError, read_record, write_record
+from torchhal.report._metrics import CSV_FILE
 from torchhal.trainer._run_part import RunPart
 from torchhal.trainer._settings import RunSettings, Setting
 from torchhal.trainer.profilers import Profiler
@@ -64,6 +65,7 @@ class RunRecord(RunPart[Run]):
         self._fit = {
             "status": "running",
             "began": self._began,
+            "first_row": _count_rows(folder),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "world_size": run.world_size,
@@ -123,6 +125,7 @@ class RunRecord(RunPart[Run]):
             status=status,
             reason=reason,
             ended=ended,
+            end_row=_count_rows(self._folder),
             step=run.global_step,
             epoch=run.current_epoch,
             batches=run.progress.total_batches,
@@ -141,6 +144,15 @@ class RunRecord(RunPart[Run]):
             path = os.path.join(self._folder, RECORD_FILE)
             reason = getattr(error, "strerror", None) or error  # else each one names another temporary file
             self.run.warn_once(f"the run can't be recorded in {path!r}, so torchhal report will lack it: {reason}")
+
+
+def _count_rows(folder: str) -> int:
+    """Return the number of whole rows of a CSVLogger's file, which tells the rows of one fit from those of the next."""
+    try:
+        with open(os.path.join(folder, CSV_FILE), "rb") as file:
+            return max(0, sum(line.endswith(b"\n") for line in file) - 1)
+    except OSError:
+        return 0
 
 
 def peak_memory(run: Run) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchhal.errors import ConfigurationError, DistributedError, RankFailedError
+from torchhal.rng import host_generators_restored
 from torchhal.trainer._connectors import check_model
 from torchhal.trainer._trial import fit_trial, launch_trials, make_trial
 from torchhal.trainer.adapters import run_of
@@ -23,7 +24,7 @@ from torchhal.tuning._batch_size_source import (
     loader_of_size,
     set_batch_size,
 )
-from torchhal.tuning._state import RestoreState, check_idle, copy_data, copy_model, host_generators_restored
+from torchhal.tuning._state import RestoreState, check_idle, copy_data, copy_model
 
 _log = logging.getLogger("torchhal")
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from torchhal.errors import ConfigurationError
+from torchhal.rng import host_generators_restored
 from torchhal.trainer._connectors import check_model
 from torchhal.trainer._trial import fit_trial, launch_trials, make_trial
 from torchhal.tuning._learning_rates import MODES, LearningRates
@@ -19,7 +20,6 @@ from torchhal.tuning._state import (
     copy_data,
     copy_loader,
     copy_model,
-    host_generators_restored,
 )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -16,16 +15,6 @@ from torchhal.trainer.adapters import run_of
 from torchhal.trainer.callbacks import Callback
 from torchhal.trainer.data._compound import loaders_of
 from torchhal.trainer.data._loaders import is_one_shot
-
-
-@contextmanager
-def host_generators_restored() -> Iterator[None]:
-    """Restore the random-number generators of this process on exit, those of devices excepted."""
-    before = rng.collect_host()
-    try:
-        yield
-    finally:
-        rng.restore_host(before)
 
 
 class RestoreState(Callback):
