@@ -188,7 +188,8 @@ class Hookspecs:
 
         An organisation ships them in a package of its own, which declares them in its metadata as well, as
         ``ledger = "logger"`` in the entry points' group ``torchhal.defaults``: a Trainer imports no other manifest to
-        look for them. ``TORCHHAL_DEFAULTS=0`` leaves them out.
+        look for them. One without such a line is in no Trainer; ``torchhal plugins`` names it, with the line to add.
+        ``TORCHHAL_DEFAULTS=0`` leaves them out.
 
         .. versionadded:: 0.2
         """
@@ -198,8 +199,8 @@ class Hookspecs:
         """Return callbacks that every Trainer has, except one that is given a callback of the same class.
 
         An organisation ships them in a package of its own, which declares them in its metadata as well, as
-        ``audit = "callback"`` in the entry points' group ``torchhal.defaults``. ``TORCHHAL_DEFAULTS=0`` leaves them
-        out.
+        ``audit = "callback"`` in the entry points' group ``torchhal.defaults``; one without such a line is in no
+        Trainer. ``TORCHHAL_DEFAULTS=0`` leaves them out.
 
         .. versionadded:: 0.2
         """
