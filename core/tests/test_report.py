@@ -301,6 +301,31 @@ def test_without_a_record_the_latest_value_of_a_step_counts(tmp_path):
     assert "loss" in problem and "acc" not in problem
 
 
+def test_a_page_goes_through_links_and_into_pipes(runs, tmp_path, capsys):
+    """A device that was replaced by a page would be lost to all programs of the machine."""
+    (tmp_path / "link.html").symlink_to(tmp_path / "target.html")
+    assert report(capsys, runs[0], "--html", tmp_path / "link.html")[0] == 0
+    assert (tmp_path / "link.html").is_symlink() and is_well_formed((tmp_path / "target.html").read_text())
+    os.mkfifo(tmp_path / "pipe")
+    reader = subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE, text=True)
+    assert report(capsys, runs[0], "--html", tmp_path / "pipe")[0] == 0
+    assert is_well_formed(reader.communicate(timeout=60)[0]) and (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "run.json", "hparams.json", "events.out.tfevents.1"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_what_is_no_regular_file_is_not_read(tmp_path, capsys, name, kind):
+    (tmp_path / "checkpoints").mkdir()
+    if kind == "pipe":
+        os.mkfifo(tmp_path / name)
+    elif kind == "device":
+        (tmp_path / name).symlink_to("/dev/zero")
+    else:
+        (tmp_path / name).mkdir()
+    code, out, _ = report(capsys, tmp_path)
+    assert code == 0 and name in out and "no regular file" in out
+
+
 @pytest.mark.parametrize("target", ["missing/page.html", "file/page.html", "folder"])
 def test_a_page_that_cannot_be_written(tmp_path, capsys, target):
     folder = folder_with(tmp_path)

@@ -58,13 +58,18 @@ def _plain(run: Any) -> dict[str, Any]:
 
 
 def _write(path: str, page: str) -> None:
-    """Write the page in one step, so that an older one stays if this one can't be written."""
-    folder = os.path.dirname(os.path.abspath(path))
-    temporary = os.path.join(folder, f".torchhal-report-{secrets.token_hex(4)}")
+    """Write the page in one step, so that an older one stays if this one can't be written.
+
+    A link is followed, and a pipe or a device is written to.
+    """
+    target = os.path.realpath(path)
+    is_special = os.path.exists(target) and not os.path.isfile(target)
+    temporary = os.path.join(os.path.dirname(target), f".torchhal-report-{secrets.token_hex(4)}")
     try:
-        with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
+        with open(target if is_special else temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(page)
-        os.replace(temporary, path)
+        if not is_special:
+            os.replace(temporary, target)
     except OSError as error:
         with suppress(OSError):
             os.unlink(temporary)

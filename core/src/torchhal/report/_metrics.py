@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from torchhal.report._fit_curves import Curve, FitStart, Point, Span, curves_of_fits, fit_starts
 from torchhal.report._record import RECORD_FILE
+from torchhal.report._regular_files import read_text, require_regular
 
 CSV_FILE: Final = "metrics.csv"
 _EVENTS: Final = "events.out.tfevents.*"
@@ -30,13 +31,25 @@ def read_curves(folder: str, fits: Sequence[Mapping[str, Any]] = ()) -> tuple[di
     if os.path.exists(path):
         _read_csv(path, logged, problems)
     curves = _curves(logged, starts, [start.rows for start in starts], problems)
-    if files := glob.glob(os.path.join(glob.escape(folder), _EVENTS)):
+    if files := _event_files(folder, problems):
         events = _read_events(folder, len(files), problems)
         others = {name: points for name, points in events.items() if name not in logged}
         curves |= _curves(others, starts, [start.times for start in starts], problems)
     for curve in curves.values():
         curve.count_not_finite()
     return curves, problems
+
+
+def _event_files(folder: str, problems: list[str]) -> list[str]:
+    """Return TensorBoard's files; none where it would read one that never ends."""
+    files = glob.glob(os.path.join(glob.escape(folder), _EVENTS))
+    for path in files:
+        try:
+            require_regular(path)
+        except OSError as error:
+            problems.append(f"TensorBoard's files are not read, because of {path}: {error.strerror}")
+            return []
+    return files
 
 
 def _curves(
@@ -66,8 +79,7 @@ def _curves(
 def _read_csv(path: str, logged: dict[str, list[Point]], problems: list[str]) -> None:
     bad = 0
     try:
-        with open(path, encoding="utf-8", errors="replace", newline="") as file:
-            text = file.read().replace("\0", "")
+        text = read_text(path, errors="replace").replace("\0", "")
     except OSError as error:
         problems.append(f"{path} can't be read: {error.strerror}")
         return

@@ -7,6 +7,8 @@ import os
 from contextlib import suppress
 from typing import Any, Final
 
+from torchhal.report._regular_files import read_text
+
 RECORD_FILE: Final = "run.json"
 SCHEMA: Final = 1
 
@@ -24,8 +26,7 @@ def read_record(folder: str) -> list[dict[str, Any]]:
     """
     path = os.path.join(folder, RECORD_FILE)
     try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
+        found = json.loads(read_text(path))
     except FileNotFoundError:
         return []
     except ValueError as error:

@@ -14,6 +14,7 @@ from torchhal.errors import ConfigurationError
 from torchhal.report._fit_curves import Curve
 from torchhal.report._metrics import CSV_FILE, read_curves
 from torchhal.report._record import RECORD_FILE, DamagedRecordError, read_record
+from torchhal.report._regular_files import read_text
 
 _HPARAMS = "hparams.json"
 _CHECKPOINTS = "checkpoints"
@@ -136,8 +137,7 @@ def read_runs(paths: list[str]) -> list[RunFolder]:
 
 def _hparams(folder: str, problems: list[str]) -> dict[str, Any]:
     try:
-        with open(os.path.join(folder, _HPARAMS), encoding="utf-8") as file:
-            found = json.load(file)
+        found = json.loads(read_text(os.path.join(folder, _HPARAMS)))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
