@@ -265,6 +265,25 @@ def test_everything_is_as_it_was(tmp_path, on_step, raised, accelerator):
     assert same(state, tested_state) and others[:2] == tested_others[:2] and torch.equal(others[2], tested_others[2])
 
 
+@pytest.mark.parametrize(
+    ("signum", "said"),
+    [
+        (signal.SIGINT, "torchhal: stopping the search after this step; press Ctrl-C again to stop at once"),
+        (signal.SIGTERM, "torchhal: search stopped on SIGTERM"),
+    ],
+)
+def test_a_signal_is_answered_in_one_line(capfd, signum, said):
+    def stop(model):
+        if model.steps == 5:
+            signal.raise_signal(signum)
+
+    trainer = make()
+    capfd.readouterr()
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        find_learning_rate(trainer, Net(stop), loader(), num_steps=20)
+    assert capfd.readouterr().err.strip().splitlines() == [said]
+
+
 def test_between_two_fits():
     """The optimizer and the counters of an earlier fit are as they were, and the next fit goes on from them."""
     ends = []
