@@ -49,11 +49,12 @@ def find_batch_size(
     """Return the largest batch size for which a copy of ``model`` trains without running out of memory.
 
     Each trial takes ``steps`` optimizer steps with the Trainer's components and settings, on its devices, by its
-    strategy; schedulers, callbacks, loggers, checkpoints and validation are left out. ``prepare_data`` is called once,
-    before the trials, on the ranks on which a fit calls it; ``setup`` and ``teardown`` in each trial. A size fits if it fits on every
-    rank: ranks compare after each trial, and one that ran out of memory leaves none waiting. The model, the data, the
-    Trainer and the random-number generators are as before, also where the search is interrupted or fails: set the size
-    found yourself. Under several processes that run the script, all of them call this and get the same result.
+    strategy; schedulers, callbacks, loggers, checkpoints and validation are left out. ``prepare_data`` is called
+    once, before the trials, on the ranks on which a fit calls it; ``setup`` and ``teardown`` in each trial. A size
+    fits if it fits on every rank: ranks compare after each trial, and one that ran out of memory leaves none
+    waiting. The model, the data, the Trainer and the random-number generators are as before, also where the search
+    is interrupted or fails: set the size found yourself. Under several processes that run the script, all of them
+    call this and get the same result.
 
     The batch size is that of a DataLoader: of each replica, where several share the data. Passed as
     ``train_dataloaders`` it is copied with other sizes; made by ``train_dataloader`` of the model or a data module, it
@@ -122,7 +123,8 @@ def _prepare_data(template: Any, model: nn.Module, datamodule: Any) -> tuple[nn.
         return model, datamodule
     model, datamodule = copy_model(model, "find_batch_size"), copy_data(datamodule)
     owners = [owner for owner in (datamodule, model) if implements(owner, "prepare_data")]
-    trial, error = make_trial(template), None
+    trial = make_trial(template)
+    error: Exception | None = None
     strategy = trial.strategy
     strategy.setup_environment()
     try:
