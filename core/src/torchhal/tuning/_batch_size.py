@@ -122,7 +122,7 @@ def _prepare_data(template: Any, model: nn.Module, datamodule: Any) -> tuple[nn.
     if not (implements(datamodule, "prepare_data") or implements(model, "prepare_data")):
         return model, datamodule
     model, datamodule = copy_model(model, "find_batch_size"), copy_data(datamodule)
-    owners = [owner for owner in (datamodule, model) if implements(owner, "prepare_data")]
+    owners: list[Any] = [owner for owner in (datamodule, model) if implements(owner, "prepare_data")]
     trial = make_trial(template)
     error: Exception | None = None
     strategy = trial.strategy
