@@ -565,12 +565,90 @@ def test_checkpoints_have_the_arguments(training):
     assert json.loads((Path(training.trainer.log_dir) / "hparams.json").read_text())["lr"] == 0.5
 
 
-def test_checkpoints_name_the_arguments_that_were_objects(training):
-    training.run(["fit", "--model.encoder=DeepEncoder"])
+def test_a_checkpoint_makes_the_objects_of_class_paths_again(training):
+    training.run(["fit", "--model.encoder=DeepEncoder", "--model.encoder.depth=3"])
     path = callback(training, ModelCheckpoint).best_model_path
-    with pytest.raises(CheckpointMismatchError, match=r"encoder=\.\.\. \(a DeepEncoder\)"):
-        Net.load_from_checkpoint(path)
-    assert len(Net.load_from_checkpoint(path, encoder=DeepEncoder()).encoder.layers) == 2
+    assert training.model.hparams.encoder == {
+        "class_path": "cli_models.DeepEncoder", "init_args": {"width": 4, "depth": 3}
+    }  # fmt: skip
+    loaded = Net.load_from_checkpoint(path)
+    assert type(loaded.encoder) is DeepEncoder and len(loaded.encoder.layers) == 3
+    assert len(Net.load_from_checkpoint(path, encoder=DeepEncoder(depth=3)).encoder.layers) == 3
+
+
+def test_a_checkpoint_makes_an_optimizer_callable_again():
+    cli = make(OptimizerNet, trainer_defaults={"fast_dev_run": False})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cli.run(["fit", "--model.optimizer=Adam", "--model.optimizer.lr=0.02"])
+    assert not [str(each.message) for each in caught if "hyperparameter" in str(each.message)]
+    loaded = OptimizerNet.load_from_checkpoint(callback(cli, ModelCheckpoint).best_model_path)
+    optimizer = loaded.configure_optimizers()
+    assert type(optimizer) is torch.optim.Adam and optimizer.param_groups[0]["lr"] == 0.02
+
+
+class Reading(Net):
+    """Has an argument of any dict, and one without a type, which may look like class paths."""
+
+    def __init__(self, settings: dict, other=None, encoder: Encoder | None = None):
+        super().__init__(encoder=encoder)
+        self.save_hyperparameters()
+        self.settings, self.other = settings, other
+
+
+LIKE_A_CLASS = {"class_path": "this.Zen", "init_args": {"verses": 19}}
+
+
+def saved(model):
+    trainer = Trainer(**QUIET, fast_dev_run=1, logger=False)
+    trainer.fit(model, datamodule=Data())
+    trainer.save_checkpoint("model.ckpt")
+    return "model.ckpt"
+
+
+def test_a_load_leaves_dicts_that_look_like_class_paths():
+    loaded = Reading.load_from_checkpoint(saved(Reading(LIKE_A_CLASS, LIKE_A_CLASS)))
+    assert loaded.settings == loaded.other == LIKE_A_CLASS and "this" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("class_path", "said"), [("this.Zen", "'this.Zen' is not imported"), ("torch.nn.Linear", "subclass of Encoder")]
+)
+def test_a_load_imports_nothing_and_makes_only_the_annotated_type(class_path, said):
+    model = Reading({})
+    model.hparams["encoder"] = {"class_path": class_path, "init_args": {}}
+    path = saved(model)
+    with pytest.raises(CheckpointMismatchError, match=rf"(?s){said}.*Pass encoder=\.\.\."):
+        Reading.load_from_checkpoint(path)
+    assert "this" not in sys.modules
+    assert type(Reading.load_from_checkpoint(path, encoder=Encoder()).encoder) is Encoder
+
+
+class IgnoringNet(Net):
+    def __init__(self, lr: float = 0.01):
+        super().__init__(lr)
+        self.save_hyperparameters(ignore=["lr", "encoder", "classes"])
+
+
+class EmptyNet(Net):
+    def __init__(self, lr: float = 0.01):
+        super().__init__(lr)
+        self.save_hyperparameters({})
+
+
+@pytest.mark.parametrize("model", [IgnoringNet, EmptyNet])
+def test_a_model_that_saves_no_hyperparameters_has_none(model):
+    assert make(model).instantiate(["--model.lr=0.5"])[1].hparams == {}
+
+
+def test_an_object_that_no_configuration_describes_is_left_out():
+    class Linking(TrainerCLI):
+        def add_arguments_to_parser(self, parser):
+            parser.link_arguments("data", "model.encoder", compute_fn=lambda _: DeepEncoder(), apply_on="instantiate")
+
+    _, model, _ = Linking(Net, Data, trainer_defaults=QUIET).instantiate(["--model.lr=0.5"])
+    assert type(model.encoder) is DeepEncoder
+    assert model.hparams == {"lr": 0.5, "classes": 2}
 
 
 def test_a_models_own_hyperparameters_stay():

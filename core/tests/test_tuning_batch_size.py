@@ -216,6 +216,51 @@ def test_another_error_is_the_models():
         find_batch_size(make(), model, loader())
 
 
+class Counted(Net):
+    calls: list[str] = []
+
+    def prepare_data(self):
+        self.calls.append(f"model on {self.trainer.global_rank}")
+
+
+class CountedData(DataModule):
+    def __init__(self):
+        super().__init__()
+        self.batch_size, self.rows = 4, None
+
+    def prepare_data(self):
+        Counted.calls.append(f"data on {self.trainer.global_rank}")
+        self.rows = DATA  # which one process may rely on
+
+    def setup(self, stage):
+        Counted.calls.append("setup")
+
+    def teardown(self, stage):
+        Counted.calls.append("teardown")
+
+    def train_dataloader(self):
+        return DataLoader(self.rows, self.batch_size)
+
+
+def test_data_is_prepared_once(monkeypatch):
+    monkeypatch.setattr(Counted, "calls", [])
+    model, data = Counted(), CountedData()
+    assert find_batch_size(make(), model, data) == 64
+    assert Counted.calls == ["data on 0", "model on 0", *["setup", "teardown"] * 7]  # 2, 4, ... 128
+    assert data.rows is None and "prepare_data" not in vars(data) | vars(model)
+    make().fit(model, datamodule=data)
+    assert Counted.calls[16:18] == ["data on 0", "model on 0"]
+
+
+def test_data_that_cannot_be_prepared():
+    class Fails(Net):
+        def prepare_data(self):
+            raise ZeroDivisionError("of the download")
+
+    with pytest.raises(ZeroDivisionError, match="of the download"):
+        find_batch_size(make(), Fails(), loader())
+
+
 def test_a_fit_after_it_is_that_without_it():
     ends = []
     for searched in (False, True):
@@ -276,6 +321,24 @@ def in_a_group_of_its_own():
 def test_a_process_group_of_the_program_is_refused(world2):
     for outcome in world2.outcomes(in_a_group_of_its_own, timeout=60):
         assert outcome.error == "ConfigurationError" and "destroy it before the search" in outcome.message
+
+
+def preparing(fails):
+    class Prepares(Counted):
+        def prepare_data(self):
+            super().prepare_data()
+            if fails:
+                raise ZeroDivisionError("of the download")
+
+    found = find_batch_size(make(strategy="ddp", devices=2), Prepares(), loader(), start=64)
+    return found, Counted.calls
+
+
+def test_one_rank_prepares_data(world2):
+    assert world2.run(preparing, False, timeout=60) == [(64, ["model on 0"]), (64, [])]
+    zero, one = world2.outcomes(preparing, True, timeout=60)
+    assert (zero.error, zero.message) == ("ZeroDivisionError", "of the download")
+    assert one.error == "RankFailedError"
 
 
 def failing_on_rank_1():

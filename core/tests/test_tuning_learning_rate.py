@@ -11,12 +11,12 @@ import torch
 from quiet_trainer import make
 from torch import nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from torchhal import Callback, DataModule, ModelCheckpoint, Module
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.trainer.loggers import CSVLogger
-from torchhal.tuning import LearningRates, find_learning_rate
+from torchhal.tuning import LearningRates, RangeTest, find_learning_rate
 
 X = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
 DATA = TensorDataset(X, X.sum(1, keepdim=True))
@@ -137,6 +137,62 @@ def test_a_diverging_loss_ends_the_test():
     assert len(rates.lr) == 60 and not rates.diverged
 
 
+class Lowered(Plain):
+    """Plain, with a loss of another zero."""
+
+    offset = 0.0
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + self.offset
+
+
+@pytest.mark.parametrize("offset", [-10.0, -1000.0])
+def test_a_diverging_loss_below_zero_ends_the_test(offset):
+    model = Lowered()
+    model.offset = offset
+    options = {"max_lr": 1e5, "num_steps": 60, "smoothing": 0.5}
+    rates = find_learning_rate(make(), model, loader(), **options)
+    assert rates.diverged and len(rates.lr) < 60 and min(rates.smoothed) < 0
+    rates = find_learning_rate(make(), model, loader(), **options, stop_factor=None)
+    assert len(rates.lr) == 60 and not rates.diverged
+
+
+@pytest.mark.parametrize(
+    ("first", "minimum", "smoothed", "ends"),
+    [
+        (5.0, 1.0, 3.9, False), (5.0, 1.0, 4.1, True), (-10.0, -10.0, 19.0, False), (-10.0, -10.0, 21.0, True),
+        (5.0, -0.1, 15.1, False), (5.0, -0.1, 15.3, True), (5.0, 0.0, 14.9, False), (5.0, 0.0, 15.1, True),
+        (-1.0, -1.0, math.nan, True), (-1.0, -1.0, math.inf, True), (math.nan, math.inf, 5.0, False),
+    ],
+)  # fmt: skip
+def test_divergence_is_a_rise_from_the_minimum(first, minimum, smoothed, ends):
+    test = RangeTest(LearningRates("linear", 0.0, 1.0, 10), stop_factor=4.0)
+    test.first, test.minimum = first, minimum
+    assert test.diverges(smoothed) is ends
+
+
+@pytest.mark.parametrize("length", [12, None])
+def test_the_loss_of_a_step_is_the_mean_of_its_micro_batches(length):
+    """12 batches, so that with 5 per step the third of each epoch has two."""
+    losses = []
+
+    class Recording(Plain):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            losses.append(loss.item())
+            return loss
+
+    class WithoutLength(IterableDataset):
+        def __iter__(self):
+            return iter(DATA)
+
+    data = loader() if length else DataLoader(WithoutLength(), 8)
+    rates = find_learning_rate(make(accumulate_grad_batches=5), Recording(), data, num_steps=6)
+    steps = [losses[start:end] for start, end in [(0, 5), (5, 10), (10, 12), (12, 17), (17, 22), (22, 24)]]
+    assert rates.loss == pytest.approx([sum(each) / len(each) for each in steps])
+    assert len(losses) == 24 and len(rates.lr) == 6
+
+
 def test_one_learning_rate_per_optimizer_step():
     model = Plain(lambda self: seen.append(self.lrs[-1][0]))
     seen = []
@@ -207,6 +263,25 @@ def test_everything_is_as_it_was(tmp_path, on_step, raised, accelerator):
         ends.append((state_of(model), trainer.global_step, model.lrs, generator.get_state()))
     (state, *others), (tested_state, *tested_others) = ends
     assert same(state, tested_state) and others[:2] == tested_others[:2] and torch.equal(others[2], tested_others[2])
+
+
+@pytest.mark.parametrize(
+    ("signum", "said"),
+    [
+        (signal.SIGINT, "torchhal: stopping the search after this step; press Ctrl-C again to stop at once"),
+        (signal.SIGTERM, "torchhal: search stopped on SIGTERM"),
+    ],
+)
+def test_a_signal_is_answered_in_one_line(capfd, signum, said):
+    def stop(model):
+        if model.steps == 5:
+            signal.raise_signal(signum)
+
+    trainer = make()
+    capfd.readouterr()
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        find_learning_rate(trainer, Net(stop), loader(), num_steps=20)
+    assert capfd.readouterr().err.strip().splitlines() == [said]
 
 
 def test_between_two_fits():

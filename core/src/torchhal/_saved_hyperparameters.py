@@ -194,6 +194,10 @@ def build_from_checkpoint(
         saved = {whole: Hyperparameters(saved)}
     elif not _takes_any(accepted):
         saved = {name: value for name, value in saved.items() if name in accepted}
+    if any(isinstance(value, dict | list | tuple) for value in saved.values()):
+        from torchhal.trainer_cli._saved_arguments import instantiate_saved  # a command line saved how to make objects
+
+        saved = instantiate_saved(make, saved, path)
     names = ", ".join(name for name in saved if name not in given) or "none"
     with raising_mismatch(
         lambda error: (

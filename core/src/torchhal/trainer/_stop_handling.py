@@ -20,6 +20,8 @@ _REQUEUE_TIMEOUT = timedelta(minutes=5)
 
 _STOPPING = "torchhal: stopping after this step; press Ctrl-C again to stop at once"
 
+_STOPPING_SEARCH = "torchhal: stopping the search after this step; press Ctrl-C again to stop at once"
+
 
 def job_of(run: Run) -> ClusterEnvironment | Job:
     """Return the environment or job whose signals announce the end of this run, and which may requeue it.
@@ -37,7 +39,7 @@ def stopping_notice(run: Run) -> str:
     """
     bar = run.progress_bar_callback
     line_break = "" if bar is None else bar.line_break
-    return (line_break or ("\n" if os.isatty(2) else "")) + _STOPPING
+    return (line_break or ("\n" if os.isatty(2) else "")) + (_STOPPING_SEARCH if run.is_trial else _STOPPING)
 
 
 def save_interrupted(run: Run, signum: int) -> None:
@@ -60,7 +62,10 @@ def log_stop(run: Run, fn: str, signum: int, *, begun: bool = True, left: int | 
 
     ``left``: the rank that left at once, so that nothing could be saved; None where all stopped together.
     """
-    if not run.is_global_zero:
+    if not run.is_global_zero or (run.is_trial and signum == signal.SIGINT):  # its notice has said it
+        return
+    if run.is_trial:  # whose steps mean nothing to the user
+        run.print(f"torchhal: search stopped on {signal.Signals(signum).name}", file=sys.stderr)
         return
     where = "" if left is None else f", as rank {left} left at once"
     saved = [callback.interrupted_path for callback in run.checkpoint_callbacks if callback.interrupted_path]

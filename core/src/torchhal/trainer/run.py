@@ -63,8 +63,9 @@ class Run(RunSettings, RunOutput):
         end_reason: why the latest fit that was completed has ended.
         profiling: what measures the present fit; None without a profiler.
         unused: the plan with copies of the strategy and the precision from before the first run, for trials; else None.
-        is_trial: True for a run that tries out a setting in ranks that are started already: it announces nothing, and
-            running out of memory in it is a finding rather than a failure to print.
+        is_trial: True for a run that tries out a setting in ranks that are started already: it announces nothing but,
+            in one line, that a signal has stopped the search; and running out of memory in it is a finding rather than
+            a failure to print.
 
     .. versionadded:: 0.2
     """

@@ -22,6 +22,7 @@ from torchhal.trainer_cli._config_file import SaveConfig
 from torchhal.trainer_cli._messages import explain_import
 from torchhal.trainer_cli._optimizers import ConfigureOptimizers, LRSchedulerCallable, OptimizerCallable
 from torchhal.trainer_cli._parser import TrainerParser
+from torchhal.trainer_cli._saved_arguments import plain_arguments, save_arguments
 
 _EVALUATION = frozenset({"model", "dataloaders", "datamodule"})
 SUBCOMMANDS: Mapping[str, frozenset[str]] = {
@@ -315,32 +316,44 @@ class _ConstructionError(BaseException):
         self.error = error
 
 
-_INSTANTIATES: ContextVar[bool] = ContextVar("_INSTANTIATES", default=False)
-"""Whether jsonargparse calls :func:`_make`; what it has made for later, such as optimizers, calls it too."""
+_CALLS: ContextVar[dict[int, Mapping[str, Any]] | None] = ContextVar("_CALLS", default=None)
+"""The arguments of each object by its id while jsonargparse calls :func:`_make`; else None, as what it has made for
+later, such as optimizers, calls that too."""
 
 
 def _instantiate(parser: TrainerParser, config: Any) -> Any:
-    """Return the objects of a configuration; raise what one of their classes raises."""
-    token = _INSTANTIATES.set(True)
+    """Return the objects of a configuration; raise what one of their classes raises.
+
+    The arguments of the model and of the data module become their hyperparameters.
+    """
+    calls: dict[int, Mapping[str, Any]] = {}
+    token = _CALLS.set(calls)
     try:
-        return parser.instantiate(config, instantiators=[(_make, object, True)])
+        made = parser.instantiate(config, instantiators=[(_make, object, True)])
     except _ConstructionError as failed:
         error = failed.error
+    else:
+        for key in ("model", "data"):
+            owner = made.get(key)
+            if isinstance(owner, Module | DataModule) and id(owner) in calls:
+                save_arguments(owner, calls[id(owner)], plain_arguments(parser, config, key))
+        return made
     finally:
-        _INSTANTIATES.reset(token)
+        _CALLS.reset(token)
     raise error
 
 
 def _make(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
-    """Return an object; a module's or a data module's arguments are its hyperparameters unless it saves some itself."""
+    """Return an object, and record its arguments."""
+    calls = _CALLS.get()
     try:
         made = cls(*args, **kwargs)
     except Exception as error:
-        if _INSTANTIATES.get():
+        if calls is not None:
             raise _ConstructionError(error) from None
         raise
-    if isinstance(made, Module | DataModule) and not made.hparams:
-        made.hparams.update(kwargs)
+    if calls is not None:
+        calls[id(made)] = kwargs
     return made
 
 

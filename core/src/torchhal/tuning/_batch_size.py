@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from torchhal._overrides import implements
 from torchhal.errors import ConfigurationError, DistributedError, RankFailedError
 from torchhal.rng import host_generators_restored
 from torchhal.trainer._connectors import check_model
@@ -49,10 +50,12 @@ def find_batch_size(
     """Return the largest batch size for which a copy of ``model`` trains without running out of memory.
 
     Each trial takes ``steps`` optimizer steps with the Trainer's components and settings, on its devices, by its
-    strategy; schedulers, callbacks, loggers, checkpoints and validation are left out. A size fits if it fits on every
-    rank: ranks compare after each trial, and one that ran out of memory leaves none waiting. The model, the data, the
-    Trainer and the random-number generators are as before, also where the search is interrupted or fails: set the size
-    found yourself. Under several processes that run the script, all of them call this and get the same result.
+    strategy; schedulers, callbacks, loggers, checkpoints and validation are left out. ``prepare_data`` is called
+    once, before the trials, on the ranks on which a fit calls it; ``setup`` and ``teardown`` in each trial. A size
+    fits if it fits on every rank: ranks compare after each trial, and one that ran out of memory leaves none
+    waiting. The model, the data, the Trainer and the random-number generators are as before, also where the search
+    is interrupted or fails: set the size found yourself. Under several processes that run the script, all of them
+    call this and get the same result.
 
     The batch size is that of a DataLoader: of each replica, where several share the data. Passed as
     ``train_dataloaders`` it is copied with other sizes; made by ``train_dataloader`` of the model or a data module, it
@@ -105,8 +108,48 @@ def _search(
     template: Any, model: nn.Module, train_dataloaders: Any, datamodule: Any, attribute: str, options: dict[str, Any]
 ) -> tuple[int, int]:
     """Search on one rank, together with the others; return the size found, or 0, and the last that didn't fit."""
+    model, datamodule = _prepare_data(template, model, datamodule)
     trials = _Trials(template, model, train_dataloaders, datamodule, attribute)
     return bisect(trials.fits, limit=lambda: trials.limit, **options)
+
+
+def _prepare_data(template: Any, model: nn.Module, datamodule: Any) -> tuple[nn.Module, Any]:
+    """Call ``prepare_data`` on the ranks on which a fit calls it, and return copies whose trials don't call it.
+
+    Raises:
+        Exception: what it raised on this rank.
+        RankFailedError: it raised on another rank.
+    """
+    if not (implements(datamodule, "prepare_data") or implements(model, "prepare_data")):
+        return model, datamodule
+    model, datamodule = copy_model(model, "find_batch_size"), copy_data(datamodule)
+    owners: list[Any] = [owner for owner in (datamodule, model) if implements(owner, "prepare_data")]
+    trial = make_trial(template)
+    error: Exception | None = None
+    strategy = trial.strategy
+    strategy.setup_environment()
+    try:
+        for owner in owners if strategy.local_rank == 0 else ():
+            if hasattr(type(owner), "trainer"):
+                owner.trainer = run_of(trial).adapters.trainer_for(owner)
+            try:
+                owner.prepare_data()
+            except Exception as raised:
+                error = raised
+                break
+        failed = strategy.all_gather_object(error is not None) if strategy.world_size > 1 else [False]
+    finally:
+        strategy.teardown()
+    if error is not None:
+        raise error
+    if True in failed:
+        rank = failed.index(True)
+        raise RankFailedError(f"prepare_data failed on rank {rank}, see there", rank=rank)
+    for owner in owners:
+        if hasattr(type(owner), "trainer"):
+            owner.trainer = None
+        vars(owner)["prepare_data"] = None  # as if it had none
+    return model, datamodule
 
 
 class _Trials:

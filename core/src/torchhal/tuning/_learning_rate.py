@@ -38,6 +38,8 @@ def find_learning_rate(
 ) -> LearningRates:
     """Train a copy of ``model`` with growing learning rates, one per optimizer step, and return the losses.
 
+    The loss of a step is the mean of its micro-batches, and over the ranks.
+
     The learning-rate range test of L. N. Smith, "Cyclical Learning Rates for Training Neural Networks" (2017). It
     runs with the Trainer's components and settings (accumulation, clipping, limits), on its devices, by its strategy;
     schedulers, callbacks, loggers, checkpoints and validation are left out. The model, the Trainer, the loaders and the
@@ -54,6 +56,8 @@ def find_learning_rate(
         num_steps: optimizer steps; where the data has fewer, its epochs are repeated.
         mode: ``"exponential"`` or ``"linear"``.
         stop_factor: end early when the smoothed loss exceeds so many times its minimum, or isn't finite; None: never.
+            Where the minimum is 0 or below: when the loss has risen from it by ``stop_factor`` - 1 times its absolute
+            value, or times how far it had fallen, whichever is more.
         smoothing: weight of the former average in the moving average of the losses, 0 to below 1.
 
     Returns:

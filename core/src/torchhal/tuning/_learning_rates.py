@@ -25,7 +25,8 @@ class LearningRates:
 
     Attributes:
         lr: the learning rates that were tried, in their order.
-        loss: the training loss at each, a mean over the ranks; NaN where ``training_step`` returned none.
+        loss: the training loss at each, a mean over the step's micro-batches and the ranks; NaN where ``training_step``
+            returned none.
         smoothed: the exponential moving average of ``loss`` at each.
         diverged: True if the test ended early because the loss grew too far.
 

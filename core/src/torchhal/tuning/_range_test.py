@@ -21,7 +21,8 @@ class RangeTest(Callback):
 
     Args:
         rates: what to fill.
-        stop_factor: end when the smoothed loss exceeds so many times its minimum, or isn't finite; None: never.
+        stop_factor: end when the smoothed loss exceeds so many times its minimum, or isn't finite; None: never. See
+            :meth:`diverges` for a minimum that isn't positive.
         smoothing: weight of the former average in the moving average of the losses, 0 to below 1.
 
     Raises:
@@ -38,10 +39,15 @@ class RangeTest(Callback):
         self.minimum = math.inf
         """The least smoothed loss."""
         self.is_done = False
+        self.first = math.nan
+        """The first smoothed loss."""
         self._ratios: list[float] = []
+        self._losses: list[float] = []
+        """This rank's losses of the micro-batches since the last step."""
         self._step = 0
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
+        self._step = trainer.global_step
         trainer.strategy.lr_scheduler_configs = []
         self._ratios = self.ratios(_groups(trainer.optimizers))
 
@@ -56,7 +62,6 @@ class RangeTest(Callback):
         return [rate / rates[0] if rates[0] else 1.0 for rate in rates]
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self._step = trainer.global_step
         if not self.is_done:
             lr = self.rates.lr_of(len(self.rates.lr))
             for group, ratio in zip(_groups(trainer.optimizers), self._ratios, strict=True):
@@ -65,13 +70,30 @@ class RangeTest(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.is_done:
             return  # ranks agree to stop a few steps later
-        loss = mean_over_ranks(trainer.strategy, loss_of(outputs))
-        if trainer.global_step == self._step and loss is not None:
-            return  # inside of an accumulation
+        loss = loss_of(outputs)
+        if loss is not None:
+            self._losses.append(loss)
+        if trainer.global_step != self._step or (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self._record(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        # a loader without a length ends within an accumulation, and the step follows its last batch
+        if not self.is_done and trainer.global_step != self._step:
+            self._record(trainer)
+
+    def _record(self, trainer: Any) -> None:
+        """Record the mean loss of a step's micro-batches."""
+        losses, self._losses = self._losses, []
+        loss = mean_over_ranks(trainer.strategy, sum(losses) / len(losses) if losses else None)
+        is_stepped, self._step = trainer.global_step != self._step, trainer.global_step
+        if loss is not None and not is_stepped:
+            return  # the precision skipped the step
         if loss is None:
             self.rates.add(math.nan, math.nan)
         else:
             smoothed = self.smooth(loss)
+            if math.isnan(self.first):
+                self.first = smoothed
             self.rates.diverged = self.diverges(smoothed)
             self.minimum = min(self.minimum, smoothed)
             self.rates.add(loss, smoothed)
@@ -85,10 +107,20 @@ class RangeTest(Callback):
         return self.average / (1 - self.smoothing**count)
 
     def diverges(self, smoothed: float) -> bool:
-        """Return whether the test ends at this smoothed loss."""
+        """Return whether the test ends at this smoothed loss.
+
+        It does where the loss is ``stop_factor`` - 1 times its minimum above the minimum, which for a positive minimum
+        is ``stop_factor`` times it. A minimum of 0 or below is no measure of a rise: its absolute value counts, or how
+        far the loss had fallen to it, whichever is more.
+        """
         if self.stop_factor is None:
             return False
-        return not math.isfinite(smoothed) or smoothed > self.stop_factor * self.minimum > 0
+        if not math.isfinite(smoothed):
+            return True
+        if math.isinf(self.minimum):
+            return False
+        scale = self.minimum if self.minimum > 0 else max(-self.minimum, self.first - self.minimum)
+        return scale > 0 and smoothed - self.minimum > (self.stop_factor - 1) * scale
 
 
 def loss_of(outputs: Any) -> float | None:
