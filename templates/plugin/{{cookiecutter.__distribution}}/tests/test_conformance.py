@@ -37,7 +37,6 @@ def read(logger):
         else:
             rows.append({"step": row.pop("step"), "metrics": row})
     return rows
-
 {% endif %}
 {%- endfor %}
 {% for kind in cookiecutter.__kinds.split(',') %}
