@@ -58,6 +58,22 @@ class ForgetsAPart(Callback):
         self.count = state_dict["count"]
 
 
+@caught_by("CBK-02", says="the state's 'count' after it was loaded")
+class LoadsNothing(Callback):
+    """Saves its count, and begins at zero where it is loaded."""
+
+    count = 0
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.count += 1
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict):
+        pass
+
+
 @caught_by("CBK-03")
 class CountsOn(Callback):
     """Ends training after so many steps, of all fits together."""

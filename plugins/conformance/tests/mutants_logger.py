@@ -5,6 +5,8 @@ import os
 import random
 import threading
 
+import torch
+from logger_rows import read_csv
 from zoo import caught_by
 
 from torchhal.trainer.loggers import CSVLogger
@@ -150,12 +152,50 @@ class HearsOfNoCheckpoint(CSVLogger):
         os.fspath(checkpoint_callback)
 
 
-@caught_by("LOG-07")
-class LogsElsewhere(CSVLogger):
-    """Replaces what it is called by, once it is in use."""
+@caught_by("LOG-07", says="nothing requires grad")
+class TurnsOffGradients(CSVLogger):
+    """Needs no gradients to log, and leaves it at that."""
+
+    def log_metrics(self, metrics, step=None):
+        torch.set_grad_enabled(False)
+        super().log_metrics(metrics, step)
+
+
+@caught_by("LOG-02", read=read_csv, says="read() returns it not")
+class DropsNames(CSVLogger):
+    """Drops each metric with a slash."""
+
+    def log_metrics(self, metrics, step=None):
+        super().log_metrics({name: value for name, value in metrics.items() if "/" not in name}, step)
+
+
+@caught_by("LOG-03", read=read_csv, says="read() returns it not")
+class DropsHyperparameters(CSVLogger):
+    """Drops every hyperparameter."""
 
     def log_hyperparams(self, params, *args, **kwargs):
-        super().log_hyperparams(params)
+        pass
 
-    def __setattr__(self, name, value):
-        super().__setattr__(name, CSVLogger.log_metrics.__get__(self) if name == "log_metrics" else value)
+
+@caught_by("LOG-05", read=read_csv, says="read() returns it not")
+class CopyOverwrites(CSVLogger):
+    """Its unpickled copy deletes what the run has written."""
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        if os.path.exists(self.metrics_path):
+            os.unlink(self.metrics_path)
+
+
+@caught_by("LOG-08", says="the files that rank 1 wrote")
+class LeavesAFolderPerRank(CSVLogger):
+    """Notes its rank where its folder is read."""
+
+    @property
+    def log_dir(self):
+        folder = super().log_dir
+        if os.environ.get("RANK", "0") != "0":
+            os.makedirs(folder, exist_ok=True)
+            with open(os.path.join(folder, "rank"), "w") as file:
+                file.write(os.environ["RANK"])
+        return folder

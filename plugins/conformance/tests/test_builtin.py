@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from environment_tables import ENV, NODES
+from logger_rows import read_csv, read_tensorboard
 
 from torchhal import registry
 from torchhal.checkpoint import CheckpointIO, TorchCheckpointIO
@@ -33,8 +34,8 @@ TestTorchElastic = pytest.mark.slow(
     conformance_suite("cluster_environment", "torchelastic", features={"elastic", "launches"})
 )
 TestLocal = conformance_suite("cluster_environment", "local", features={"launches"})
-TestCSV = conformance_suite("logger", "csv")
-TestTensorBoard = conformance_suite("logger", "tensorboard")
+TestCSV = conformance_suite("logger", "csv", read=read_csv)
+TestTensorBoard = conformance_suite("logger", "tensorboard", read=read_tensorboard)
 TestEarlyStopping = conformance_suite("callback", "early_stopping", arguments={"monitor": "loss"})
 TestModelCheckpoint = conformance_suite("callback", "model_checkpoint")
 TestTimer = conformance_suite("callback", "timer")

@@ -63,6 +63,7 @@ class ComponentUnderTest:
         seed: of everything random in the checks.
         model: for a strategy, makes the model that its checks train in the place of the kit's own.
         data: makes the dataset of that model.
+        read: for a logger, returns the rows that its back end has; not there in other processes.
     """
 
     kind: str
@@ -76,6 +77,7 @@ class ComponentUnderTest:
     seed: int = 0
     model: Factory | None = None
     data: Factory | None = None
+    read: Callable[[Any], list[dict[str, Any]]] | None = None
 
     makes_instances = True
     """False where an instance, made outside of a check, has ended or blocked the process: none is made there then."""
@@ -95,6 +97,7 @@ class ComponentUnderTest:
         seed: int = 0,
         model: str | Callable[[], Any] | None = None,
         data: str | Callable[[], Any] | None = None,
+        read: Callable[[Any], list[dict[str, Any]]] | None = None,
     ) -> ComponentUnderTest:
         """Return a ComponentUnderTest of checked arguments; its class is loaded on first use."""
         if isinstance(features, str):
@@ -105,11 +108,16 @@ class ComponentUnderTest:
             )
         if isinstance(launcher, str):
             raise TypeError(f"'launcher' must be a command's words, not one str (got {launcher!r})")
+        if read is not None and (kind != "logger" or not callable(read)):
+            raise ConfigurationError(
+                f"'read' must be a function that takes a logger, in the suite of a logger (got {read!r} for "
+                f"{with_article(kind)}): give it a function, or leave it out"
+            )
         component = cls(
             kind, target, frozenset(features), dict(arguments or {}), accelerator,
             dict(tables) if isinstance(tables, Mapping) else tuple(tables),
             None if launcher is None else tuple(launcher), None if golden is None else os.path.abspath(golden), seed,
-            factory_of("model", model), factory_of("data", data),
+            factory_of("model", model), factory_of("data", data), read,
         )  # fmt: skip
         component.entry  # noqa: B018  an unknown alias is an error here
         if kind != "accelerator":
@@ -125,6 +133,7 @@ class ComponentUnderTest:
     def __getstate__(self) -> dict[str, Any]:
         # A process that unpickles this makes the component anew. An alias of user code means nothing there.
         fields = {name: self.__dict__[name] for name in self.__dataclass_fields__}
+        fields["read"] = None  # a function of a test module, which rank checks don't call
         target = self.target
         if isinstance(target, str) and self.entry.plugin == USER:
             target = self.entry.load()

@@ -37,6 +37,7 @@ def conformance_suite(
     seed: int = 0,
     model: str | Callable[[], Any] | None = None,
     data: str | Callable[[], Any] | None = None,
+    read: Callable[[Any], list[dict[str, Any]]] | None = None,
 ) -> type[Any]:
     """Return a test class with one item per check.
 
@@ -63,6 +64,9 @@ def conformance_suite(
             of one, that returns a module with a training_step. Its loss is a mean over samples, and deterministic.
         data: the same for a map-style dataset of that model, whose samples are tuples; the kit's samples are
             6 numbers and 2 targets.
+        read: for a logger, ``read(logger)`` returns the rows that its back end has now:
+            ``{"step": int | None, "metrics": {name: value}}`` and ``{"params": {name: value}}``. Names may be those of
+            the service. Without it LOG-02, LOG-03 and LOG-05 can't tell whether what was logged is there.
 
     Raises:
         ConfigurationError: an unknown kind, level, id or feature, an empty reason; a collection error under pytest.
@@ -82,6 +86,7 @@ def conformance_suite(
         seed=seed,
         model=model,
         data=data,
+        read=read,
     )
     chosen = choose(component, level, only, "'only'")
     expected = dict(expected_failures or {})

@@ -16,9 +16,10 @@ import torch
 from torchhal import rng
 from torchhal.trainer.loggers import Logger
 from torchhal_conformance._assertions import require, same
-from torchhal_conformance._check import CheckFailed, check
+from torchhal_conformance._check import CheckFailed, NotGiven, check
 from torchhal_conformance._context import CheckContext
-from torchhal_conformance.checks.trainer import BATCH, ThreeLayers, data
+from torchhal_conformance._rank_context import RankContext
+from torchhal_conformance.checks.trainer import BATCH, ThreeLayers, data, loader, trainer
 
 METRICS = {
     "loss": 0.5, "val/loss": 1e-30, "lr-Adam/pg1": -3.0, "acc_epoch/dataloader_idx_0": 1.0, "a b=c(d)[e]:f%": 2.0,
@@ -37,6 +38,31 @@ def make(context: CheckContext) -> Logger:
     given = {"save_dir": str(context.folder)} if takes and "save_dir" not in context.component.arguments else {}
     made: Logger = context.create(**given)
     return made
+
+
+def require_recorded(context: CheckContext, logger: Logger, logged: list[tuple[int | None, float]]) -> None:
+    """Fail unless ``read`` returns each finite value that was ``logged``, at its step.
+
+    A value without a step may be at any. More may be there: services add metrics of their own.
+
+    Raises:
+        NotGiven: the suite has no ``read``.
+    """
+    found = [(row.get("step"), float(value)) for row in _read(context, logger) for value in _metrics(row)]
+    for step, value in logged:
+        # some services keep float32
+        there = any(math.isclose(one, value, rel_tol=1e-6) and (step is None or at == step) for at, one in found)
+        require(there or not math.isfinite(value), f"{value} was logged at step {step}, and read() returns it not")
+
+
+def _read(context: CheckContext, logger: Logger) -> list[dict[str, Any]]:
+    if context.component.read is None:
+        raise NotGiven("what was logged is not compared with what is there: give the suite read=FUNCTION")
+    return context.component.read(logger)
+
+
+def _metrics(row: dict[str, Any]) -> list[Any]:
+    return list(row.get("metrics", {}).values())
 
 
 @check("LOG-01", since="0.2", after=("GEN-11",))
@@ -60,7 +86,7 @@ def _files(folder: Path) -> list[str]:
 
 @check("LOG-02", since="0.2", after=("LOG-01",))
 def metrics(context: CheckContext) -> None:
-    """Metrics of any name, finite or not, are taken, with a step and without one, at steps that repeat or go back.
+    """Metrics of any name, finite or not, are recorded, with a step and without one, at steps that repeat or go back.
 
     Why: names come from users, a diverged run logs nan, and a resumed one logs steps that it has logged before.
     Fix: replace the characters that the service refuses; drop or convert what it can't hold, and say so once.
@@ -74,11 +100,13 @@ def metrics(context: CheckContext) -> None:
     logger.log_metrics({"late": 3.0, **METRICS}, 7)
     logger.save()
     logger.finalize("success")
+    logged: list[tuple[int | None, float]] = [(step, value) for step in (0, 7) for value in METRICS.values()]
+    require_recorded(context, logger, [*logged, (1, 1.0), (5, 5.0), (2, 2.0), (None, 1.0), (7, 3.0)])
 
 
 @check("LOG-03", since="0.2", after=("LOG-01",))
 def hyperparameters(context: CheckContext) -> None:
-    """Hyperparameters of any kind are taken: nested, in a namespace, objects, none at all, and twice.
+    """Hyperparameters of any kind are recorded: nested, in a namespace, objects, none at all, and twice.
 
     Why: save_hyperparameters() hands over whatever a constructor was called with.
     Fix: flatten, and take the text of what the service can't hold.
@@ -93,6 +121,11 @@ def hyperparameters(context: CheckContext) -> None:
         logger.log_hyperparams(params)
     logger.log_metrics({"loss": 1.0}, 0)
     logger.finalize("success")
+    text = " ".join(str(row["params"]) for row in _read(context, logger) if "params" in row)
+    for value in ("relu", "three", "torch.float16"):
+        require(value in text, f"the hyperparameter {value!r} was logged, and read() returns it not")
+    # the service decides whether the first or the last of a name stays
+    require(any(lr in text for lr in ("0.1", "0.2", "0.3")), "the hyperparameter lr was logged, and read() has none")
 
 
 @check("LOG-04", since="0.2", after=("LOG-02",))
@@ -116,7 +149,7 @@ def goes_on_after_an_end(context: CheckContext) -> None:
 
 @check("LOG-05", since="0.2", after=("LOG-02", "GEN-19"))
 def pickles_in_use(context: CheckContext) -> None:
-    """A logger that has logged pickles, and its copy logs into the same run.
+    """A logger that has logged pickles, and its copy logs into the same run, of which nothing is lost.
 
     Why: launchers take it into their processes by pickle, of a second fit too.
     Fix: drop clients, threads and files in __getstate__, and open them again when they are needed.
@@ -132,8 +165,11 @@ def pickles_in_use(context: CheckContext) -> None:
         same(f"{name} of the copy", getattr(copied, name), getattr(logger, name))
     copied.log_metrics({"loss": 2.0}, 1)
     copied.finalize("success")
+    if context.component.read is not None:
+        require_recorded(context, copied, [(0, 1.0), (1, 2.0)])
     logger.log_metrics({"loss": 3.0}, 2)
     logger.finalize("success")
+    require_recorded(context, logger, [(0, 1.0), (1, 2.0), (2, 3.0)])
 
 
 @check("LOG-06", since="0.2", after=("LOG-02",))
@@ -202,3 +238,21 @@ def _count(logger: Any, name: str, calls: list[str]) -> None:
         return own(*args, **kwargs)
 
     setattr(logger, name, counting)
+
+
+@check("LOG-08", since="0.2", needs=["device"], world_sizes=(2,), timeout=60, after=("LOG-07",))
+def on_two_ranks(rank: RankContext) -> None:
+    """In a fit on two ranks only rank 0 writes files.
+
+    Why: two writers of one run overwrite each other's rows, and each rank's own run hides the one that counts.
+    Fix: write nothing in a property or the constructor, which every rank calls.
+    """
+    folder = Path(rank.folder) / f"rank_{rank.rank}"
+    folder.mkdir()
+    takes = "save_dir" in inspect.signature(rank.component.cls).parameters
+    given = {"save_dir": str(folder)} if takes and "save_dir" not in rank.component.arguments else {}
+    logger = rank.component.create(**given)
+    trainer(rank, logger=logger, max_epochs=1, log_every_n_steps=1).fit(ThreeLayers(), loader(rank))
+    rank.gather("done")
+    if rank.rank and given:
+        same("the files that rank 1 wrote", _files(folder), [])
