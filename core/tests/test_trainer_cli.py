@@ -95,6 +95,32 @@ def test_evaluations_return_what_the_trainer_does(cli, name):
         assert result[0].keys() == {"val_loss" if name == "validate" else "test_loss"}
 
 
+def test_arguments_without_a_type():
+    class Untyped(Net):
+        def __init__(self, width, lr=0.1):
+            super().__init__()
+
+    class ByPosition(Net):
+        def __init__(self, width=1, /):
+            super().__init__()
+
+    with pytest.raises(ConfigurationError, match=r"^model\.width must be given$"):
+        make(model=Untyped).run(["fit"])
+    with pytest.raises(ConfigurationError, match="ByPosition takes 'width' by position only"):
+        make(model=ByPosition).run(["fit"])
+
+
+def test_a_checkpoint_that_is_not_there(cli):
+    with pytest.raises(ConfigurationError, match=r"ckpt_path: nothing is at 'nosuch.ckpt'"):
+        cli.run(["fit", "--ckpt_path=nosuch.ckpt"])
+
+
+def test_an_empty_file(cli):
+    write("empty.yaml", "")
+    with pytest.raises(ConfigurationError, match=r"empty\.yaml: the file must have options by their names"):
+        cli.run(["fit", "--config=empty.yaml"])
+
+
 def test_ckpt_path_is_passed_on(cli, tmp_path):
     fit = make(trainer_defaults={"fast_dev_run": False, "logger": False})
     fit.run(["fit"])

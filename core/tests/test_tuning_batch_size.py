@@ -201,6 +201,11 @@ def test_sizes_that_cannot_be_changed(given, said):
         find_batch_size(make(), Net(), **given)
 
 
+def test_a_name_beside_a_loader():
+    with pytest.raises(ConfigurationError, match="'attribute' names the batch size of a model"):
+        find_batch_size(make(), Net(), DataLoader(DATA, 2), attribute="x")
+
+
 def test_a_size_that_the_loader_ignores():
     with pytest.raises(ConfigurationError, match=r"HardCoded.train_dataloader\(\) has made batches of 32, while"):
         find_batch_size(make(), HardCoded())

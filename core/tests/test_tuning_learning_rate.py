@@ -120,6 +120,12 @@ def test_too_few_losses_for_a_suggestion(caplog):
     assert rates.suggestion() is None and "from 2 loss(es)" in caplog.text
 
 
+def test_a_loss_that_is_never_finite(caplog):
+    rates = LearningRates("linear", 0.0, 1.0, 20)
+    rates.add(math.nan, math.nan)
+    assert rates.suggestion() is None and "not finite from the first step on" in caplog.text
+
+
 def test_no_suggestion_where_the_loss_does_not_fall(caplog):
     rates = LearningRates("linear", 0.0, 1.0, 20)
     for step in range(20):
@@ -390,6 +396,11 @@ def with_optimizers(optimizers):
 
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_arguments_in_another_order():
+    with pytest.raises(ConfigurationError, match=r"'trainer' must be a Trainer \(got a Plain"):
+        find_learning_rate(Plain(), make(), loader())
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing is optimized")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 from torch import nn
 
 import torchhal
+from torchhal.checkpoint._location import is_url
 from torchhal.errors import ConfigurationError, PluginError
 from torchhal.module import DataModule, Module
 from torchhal.rng import seed_everything
@@ -33,6 +35,7 @@ SUBCOMMANDS: Mapping[str, frozenset[str]] = {
 }
 """The methods of the Trainer that a command line may name, and those of their arguments that it doesn't set."""
 
+_SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _NAMED_PARTS = ("accelerator", "strategy", "precision", "plugins", "logger", "callbacks")
 
 
@@ -177,6 +180,7 @@ class TrainerCLI:
             config = self.parser.parse_args(None if args is None else list(args))
             self.subcommand = config.subcommand
             self._take(config[config.subcommand], self._subparsers[config.subcommand])
+            _check_checkpoint(self.config.get("ckpt_path"))
         call = getattr(self.trainer, config.subcommand)
         arguments = {name: self.config[name] for name in self._method_arguments[config.subcommand]}
         data = {} if self.datamodule is None else {"datamodule": self.datamodule}
@@ -211,6 +215,12 @@ class TrainerCLI:
             if config.get(key) is not None and not isinstance(config[key], Namespace):
                 raise ConfigurationError(f"{key}: must be a dict of options (got {config[key]!r})")
         self._check_names(config)
+        for key, cls, is_chosen in (
+            ("model", self._model_class, self._subclass_mode_model),
+            ("data", self._datamodule_class, self._subclass_mode_data),
+        ):
+            if not is_chosen:
+                _check_untyped(cls, key, config[key])
         if config.seed_everything is not False:
             given = config.seed_everything
             config.seed_everything = seed_everything(None if given is True else given)
@@ -270,6 +280,12 @@ class TrainerCLI:
         raise ConfigurationError(message) from cause
 
 
+def _check_checkpoint(path: Any) -> None:
+    """Refuse a path at which nothing is, before the run is set up."""
+    if isinstance(path, str) and path not in ("last", "best") and not is_url(path) and not os.path.exists(path):
+        raise ConfigurationError(f"ckpt_path: nothing is at {path!r}")
+
+
 def check_jsonargparse() -> None:
     """Raise ImportError, with what to install, where jsonargparse can't be imported or is too old."""
     try:
@@ -296,6 +312,23 @@ def _set_default(parser: TrainerParser, name: str, value: Any) -> None:
             f"'trainer_defaults' must hold for {name!r} what a file can: an alias, with options or without, or "
             f"{{'class_path': ..., 'init_args': {{...}}}} (got {value!r})"
         ) from None
+
+
+def _check_untyped(cls: Any, key: str, given: Any) -> None:
+    """Refuse a missing value of an argument without a type, for which jsonargparse passes None.
+
+    Raises:
+        ConfigurationError: see above; or the class has an argument that no option can give.
+    """
+    for parameter in inspect.signature(cls).parameters.values():
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ConfigurationError(
+                f"{key}: {cls.__name__} takes {parameter.name!r} by position only, which no option can give: leave out "
+                "the '/' behind it"
+            )
+        is_required = parameter.default is parameter.empty and parameter.kind not in _SEVERAL
+        if is_required and parameter.annotation is parameter.empty and given.get(parameter.name) is None:
+            raise ConfigurationError(f"{key}.{parameter.name} must be given")
 
 
 def _add_class(parser: TrainerParser, cls: Any, key: str, *, choose: bool, required: bool) -> None:

@@ -95,6 +95,8 @@ class TrainerParser(ArgumentParser):  # type: ignore[misc]
         if message.startswith('expected "subcommand"'):
             return f"give a subcommand, one of {', '.join(self._subcommands())}"
         sentence = shorten(message)
+        if sentence.startswith("Unexpected config"):
+            return "the file must have options by their names, as --print_config prints them"
         if missing := re.match(r"(.+) must be given$", sentence):
             names = missing[1].split(", ")
             return f"{', '.join(self._below_subcommand(name) for name in names)} must be given"

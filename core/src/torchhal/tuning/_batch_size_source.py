@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
@@ -11,6 +11,8 @@ from torchhal._overrides import implements
 from torchhal.errors import ConfigurationError
 from torchhal.trainer.data._samplers import with_batch_size
 from torchhal.tuning._fields import find_field, set_field
+
+DEFAULT_ATTRIBUTE: Final = "batch_size"
 
 
 def check_batch_size_source(model: nn.Module, train_dataloaders: Any, datamodule: Any, attribute: str) -> None:
@@ -23,6 +25,11 @@ def check_batch_size_source(model: nn.Module, train_dataloaders: Any, datamodule
         attribute: name of the batch size where the model or the data module makes the loader.
     """
     if train_dataloaders is not None:
+        if attribute != DEFAULT_ATTRIBUTE:
+            raise ConfigurationError(
+                "'attribute' names the batch size of a model or a data module that makes its loader (got "
+                f"{attribute!r}): leave it out, or 'train_dataloaders'"
+            )
         if reason := _fixed(train_dataloaders):
             raise ConfigurationError(
                 f"the batch size of what was passed can't be changed: {reason}. Pass a DataLoader made with "

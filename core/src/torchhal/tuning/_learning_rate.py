@@ -106,7 +106,7 @@ def _check_range(
     if not (_is_finite(min_lr) and (min_lr > 0 or (min_lr == 0 and mode == "linear"))):
         raise ConfigurationError(f"'min_lr' must be {least} for mode {mode!r} (got {min_lr!r})")
     if not (_is_finite(max_lr) and max_lr > min_lr):
-        raise ConfigurationError(f"'max_lr' must be above 'min_lr', {min_lr!r} (got {max_lr!r})")
+        raise ConfigurationError(f"'max_lr' must be a number above 'min_lr', {min_lr!r} (got {max_lr!r})")
     if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 2:
         raise ConfigurationError(f"'num_steps' must be an int of at least 2 (got {num_steps!r})")
     if stop_factor is not None and not (_is_finite(stop_factor) and stop_factor > 1):

@@ -68,6 +68,13 @@ class LearningRates:
             known[at][0]: _mean(known[at + 1 : at + 1 + width]) - _mean(known[at - width : at])
             for at in range(width, len(known) - width)
         }
+        if not known and self.loss:
+            _log.warning(
+                "no learning rate can be suggested: the loss is not finite from the first step on, whose lr is %g. "
+                "Look for the cause in the model or its data",
+                self.lr[0],
+            )
+            return None
         if not slopes:
             _log.warning("no learning rate can be suggested from %d loss(es): try more steps", len(known))
             return None

@@ -72,7 +72,11 @@ def check_loaders(train_dataloaders: Any) -> None:
 
 
 def check_idle(trainer: Any, what: str) -> None:
-    """Raise ConfigurationError inside of a run of ``trainer``, whose processes and memory a trial needs."""
+    """Raise ConfigurationError for what is no Trainer, and in a run, whose processes and memory a trial needs."""
+    if not hasattr(trainer, "fit"):
+        raise ConfigurationError(
+            f"{what}(trainer, model, ...): 'trainer' must be a Trainer (got {'a ' + type(trainer).__name__})"
+        )
     if run_of(trainer).state.status == "running":
         raise ConfigurationError(f"{what} must be called before fit, not in a hook or step of a run")
 
