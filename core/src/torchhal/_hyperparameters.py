@@ -9,7 +9,7 @@ import pathlib
 import sys
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum, Flag
 from types import SimpleNamespace
 from typing import Any
@@ -219,3 +219,23 @@ def _found(name: str, base: type) -> Any:
     if not known:
         raise ValueError(f"{name!r} is not imported: import it before the load")
     return found
+
+
+def class_paths(value: Any) -> Iterator[str]:
+    """Yield the class paths of a value, as a command line saves an object, and of what it contains."""
+    if is_class_path(value):
+        yield value["class_path"]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from class_paths(item)
+
+
+def is_class_path(value: Any) -> bool:
+    """Return whether a value describes an object: its class by ``class_path``, and arguments."""
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("class_path"), str)
+        and set(value) <= {"class_path", "init_args", "dict_kwargs"}
+    )

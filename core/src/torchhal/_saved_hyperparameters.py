@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from torchhal._arguments import check_bool, check_path
-from torchhal._hyperparameters import Hyperparameters
+from torchhal._hyperparameters import Hyperparameters, class_paths
 from torchhal.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
@@ -195,7 +195,7 @@ def build_from_checkpoint(
         saved = {whole: Hyperparameters(saved)}
     elif not _takes_any(accepted):
         saved = {name: value for name, value in saved.items() if name in accepted}
-    if any(isinstance(value, dict | list | tuple) for value in saved.values()):
+    if any(any(class_paths(value)) for value in saved.values()):
         # a command line may have saved how to make objects; it lies above what loads, so it is imported by its name
         command_line = importlib.import_module("torchhal.trainer_cli._saved_arguments")
         saved = command_line.instantiate_saved(make, saved, path)

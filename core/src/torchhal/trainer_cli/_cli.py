@@ -23,7 +23,7 @@ from torchhal.trainer import Trainer
 from torchhal.trainer_cli._config_file import SaveConfig
 from torchhal.trainer_cli._messages import explain_import
 from torchhal.trainer_cli._optimizers import ConfigureOptimizers, LRSchedulerCallable, OptimizerCallable
-from torchhal.trainer_cli._parser import TrainerParser
+from torchhal.trainer_cli._parser import TrainerParser, check_jsonargparse
 from torchhal.trainer_cli._saved_arguments import plain_arguments, save_arguments
 
 _EVALUATION = frozenset({"model", "dataloaders", "datamodule"})
@@ -284,19 +284,6 @@ def _check_checkpoint(path: Any) -> None:
     """Refuse a path at which nothing is, before the run is set up."""
     if isinstance(path, str) and path not in ("last", "best") and not is_url(path) and not os.path.exists(path):
         raise ConfigurationError(f"ckpt_path: nothing is at {path!r}")
-
-
-def check_jsonargparse() -> None:
-    """Raise ImportError, with what to install, where jsonargparse can't be imported or is too old."""
-    try:
-        from jsonargparse import ArgumentParser
-    except ImportError as error:
-        problem = str(error)
-    else:
-        if hasattr(ArgumentParser, "instantiate"):
-            return
-        problem = "the one that is installed is too old"
-    raise ImportError(f"a command line needs jsonargparse 4.53 or later ({problem}): pip install 'torchhal[cli]'")
 
 
 def _set_default(parser: TrainerParser, name: str, value: Any) -> None:

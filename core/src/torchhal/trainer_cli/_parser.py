@@ -30,6 +30,19 @@ _UNKNOWN = [
 _BASES = (Callback, DataModule, Logger, Module, Strategy, optim.Optimizer, optim.lr_scheduler.LRScheduler)
 
 
+def check_jsonargparse() -> None:
+    """Raise ImportError, with what to install, where jsonargparse can't be imported or is too old."""
+    try:
+        from jsonargparse import ArgumentParser
+    except ImportError as error:
+        problem = str(error)
+    else:
+        if hasattr(ArgumentParser, "instantiate"):
+            return
+        problem = "the one that is installed is too old"
+    raise ImportError(f"a command line needs jsonargparse 4.53 or later ({problem}): pip install 'torchhal[cli]'")
+
+
 class TrainerParser(ArgumentParser):  # type: ignore[misc]
     """jsonargparse's parser, which takes no prefix of an option's name for the option, and has short messages.
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from typing import Any
 
-from torchhal._hyperparameters import NotPlainError, to_plain
+from torchhal._hyperparameters import NotPlainError, class_paths, is_class_path, to_plain
 from torchhal.errors import CheckpointMismatchError
-from torchhal.trainer_cli._parser import TrainerParser
+from torchhal.trainer_cli._parser import TrainerParser, check_jsonargparse
 
 
 def save_arguments(owner: Any, called_with: Mapping[str, Any], parsed: Mapping[str, Any]) -> None:
@@ -41,7 +41,7 @@ def plain_arguments(parser: TrainerParser, config: Any, key: str) -> dict[str, A
     """Return the arguments of the model or the data module in a configuration, as plain data."""
     text = parser.dump(config, format="json", skip_unset=False, skip_link_targets=False)
     arguments: Mapping[str, Any] = json.loads(text[text.index("{") :]).get(key) or {}  # comments come first
-    if _is_class_path(arguments):
+    if is_class_path(arguments):
         return {**(arguments.get("init_args") or {}), **(arguments.get("dict_kwargs") or {})}
     return dict(arguments)
 
@@ -55,7 +55,7 @@ def instantiate_saved(make: Callable[..., Any], saved: Mapping[str, Any], path: 
     Raises:
         CheckpointMismatchError: an object can't be made again.
     """
-    described = {name: value for name, value in saved.items() if any(_class_paths(value))}
+    described = {name: value for name, value in saved.items() if any(class_paths(value))}
     made = {}
     for name, value in described.items():
         try:
@@ -69,8 +69,6 @@ def instantiate_saved(make: Callable[..., Any], saved: Mapping[str, Any], path: 
 
 
 def _instantiate_argument(make: Callable[..., Any], name: str, value: Any) -> Any:
-    from torchhal.trainer_cli._cli import check_jsonargparse
-
     check_jsonargparse()
     names = {option.removeprefix("saved.") for option in _parser_of(make).option_names()}
     if name not in names:
@@ -79,7 +77,7 @@ def _instantiate_argument(make: Callable[..., Any], name: str, value: Any) -> An
     with suppress(argparse.ArgumentError):
         parser.parse_object({"saved": {name: {"": ""}}})
         return value  # takes any dict
-    for class_path in _class_paths(value):
+    for class_path in class_paths(value):
         _check_imported(class_path)
     return parser.instantiate(parser.parse_object({"saved": {name: value}})).saved[name]
 
@@ -108,22 +106,3 @@ def _check_imported(class_path: str) -> None:
         found = getattr(found, part, None)
     if found is None:
         raise ValueError(f"{class_path!r} is not imported: import it before the load")
-
-
-def _class_paths(value: Any) -> Iterator[str]:
-    """Yield the class paths of a value, and of what it contains."""
-    if _is_class_path(value):
-        yield value["class_path"]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _class_paths(item)
-
-
-def _is_class_path(value: Any) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and isinstance(value.get("class_path"), str)
-        and set(value) <= {"class_path", "init_args", "dict_kwargs"}
-    )
