@@ -4,6 +4,7 @@ import tempfile
 from importlib.util import find_spec
 
 import pytest
+import service_rows as rows
 
 from torchhal_conformance import conformance_suite
 
@@ -12,8 +13,9 @@ FOLDER = tempfile.mkdtemp(prefix="torchhal-loggers-")
 if not find_spec("wandb"):
     pytest.skip("make test-loggers has the services' libraries", allow_module_level=True)
 
-TestMLflow = conformance_suite("logger", "mlflow", arguments={"tracking_uri": f"sqlite:///{FOLDER}/mlflow.db"})
-TestWandb = conformance_suite("logger", "wandb", arguments={"mode": "offline"})
-TestComet = conformance_suite("logger", "comet", arguments={"online": False})
+URI = f"sqlite:///{FOLDER}/mlflow.db"
+TestMLflow = conformance_suite("logger", "mlflow", arguments={"tracking_uri": URI}, read=rows.of_mlflow)
+TestWandb = conformance_suite("logger", "wandb", arguments={"mode": "offline"}, read=rows.of_wandb)
+TestComet = conformance_suite("logger", "comet", arguments={"online": False}, read=rows.of_comet)
 TestSwanLab = conformance_suite("logger", "swanlab", arguments={"mode": "offline"})
-TestTrackio = conformance_suite("logger", "trackio")
+TestTrackio = conformance_suite("logger", "trackio", read=rows.of_trackio)
