@@ -19,7 +19,7 @@ from torchhal.trainer.loggers import CSVLogger
 
 pytest.importorskip("jsonargparse")
 
-from cli_models import Data, DeepEncoder, Encoder, Net, OptimizerNet, SavingNet
+from cli_models import Data, DeepEncoder, Encoder, Net, OptimizerNet, SavingNet, StopEarly
 
 from torchhal import TrainerCLI
 from torchhal.trainer_cli import ReduceLROnPlateau
@@ -157,7 +157,7 @@ def test_every_option_of_the_trainer_has_help(cli, name):
 
 CALLBACKS = {
     "a class with options": (["--trainer.callbacks=torchhal.EarlyStopping", "--trainer.callbacks.monitor=x"], 1),
-    "by its short name": (["--trainer.callbacks=EarlyStopping", "--trainer.callbacks.monitor=x"], 1),
+    "by its short name": (["--trainer.callbacks=StopEarly", "--trainer.callbacks.monitor=x"], 1),
     "appended": (["--trainer.callbacks+=torchhal.EarlyStopping", "--trainer.callbacks.monitor=x"], 1),
     "a list": (["--trainer.callbacks=[{class_path: torchhal.EarlyStopping, init_args: {monitor: x}}, ema]"], 2),
     "aliases": (["--trainer.callbacks=ema"], 1),
@@ -169,9 +169,9 @@ CALLBACKS = {
 def test_callbacks(cli, case):
     options, count = CALLBACKS[case]
     cli.run(["fit", *options])
-    chosen = [each for each in cli.trainer.callbacks if type(each) in (EarlyStopping, EMAWeightAveraging)]
+    chosen = [each for each in cli.trainer.callbacks if isinstance(each, EarlyStopping | EMAWeightAveraging)]
     assert len(chosen) == count
-    if stopping := callback(cli, EarlyStopping):
+    if stopping := callback(cli, EarlyStopping) or callback(cli, StopEarly):
         assert stopping.monitor == "x"
 
 
@@ -322,8 +322,8 @@ WRONG = {
         "model.encoder: must be Encoder or null (got 'torch.nn.Linear')",
     ),
     "a missing argument": (
-        ["--trainer.callbacks=EarlyStopping"],
-        "trainer.callbacks: torchhal.EarlyStopping: monitor must be given",
+        ["--trainer.callbacks=StopEarly"],
+        "trainer.callbacks: cli_models.StopEarly: monitor must be given",
     ),
     "a callback that isn't there": (
         ["--trainer.callbacks=torchhal.EarlyStoping"],
@@ -495,7 +495,8 @@ def training():
 def test_the_configuration_is_saved_and_makes_the_same_run(training, tmp_path):
     training.run(
         ["fit", "--model.lr=0.5", "--model.encoder=DeepEncoder", "--trainer.check_val_every_n_epoch=null",
-         "--trainer.val_check_interval=2", "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_loss"]
+         "--trainer.val_check_interval=2", "--trainer.callbacks+=torchhal.EarlyStopping",
+         "--trainer.callbacks.monitor=val_loss"]
     )  # fmt: skip
     saved = Path(training.trainer.log_dir) / "config.yaml"
     first, trainer = weights(training), training.trainer
