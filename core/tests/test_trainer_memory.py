@@ -5,6 +5,7 @@ import os
 import threading
 import weakref
 
+import hardware
 import pytest
 import torch
 from full_net import Data, Net, Scored, batches, fit
@@ -187,3 +188,54 @@ def test_thread_ends_despite_forked_child():
         for pid in children:
             os.waitpid(pid, 0)
         os.close(reading)
+
+
+class Wide(Net):
+    """A model whose activations take as much memory as its weights."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(6)]
+        self.layers = torch.nn.Sequential(*blocks)
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class WithHook(Wide):
+    def on_before_zero_grad(self, optimizer):
+        assert self.layers[0][0].weight.grad is not None or self.trainer.global_step == 0
+
+
+def peak_of_a_fit(model):
+    device = torch.device(hardware.name(), 0)
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats(device)
+    before = torch.accelerator.memory_allocated(device)
+    make(max_steps=4).fit(model, [torch.ones(128, 256)] * 4)
+    return torch.accelerator.max_memory_allocated(device) - before
+
+
+def peak_of_a_plain_loop():
+    device = torch.device(hardware.name(), 0)
+    model = Wide().to(device)
+    optimizer = model.configure_optimizers()
+    torch.accelerator.reset_peak_memory_stats(device)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model.training_step(torch.ones(128, 256).to(device), 0).backward()
+        optimizer.step()
+    return torch.accelerator.max_memory_allocated(device)
+
+
+def test_gradients_of_the_last_step_do_not_lie_beside_the_activations():
+    """They are cleared before the forward, unless a hook is to be called between forward and backward."""
+    if hardware.name() == "cpu":
+        pytest.skip("the CPU counts no memory")
+    plain, early, late = peak_of_a_plain_loop(), peak_of_a_fit(Wide()), peak_of_a_fit(WithHook())
+    weights = sum(parameter.nbytes for parameter in Wide().layers.parameters())
+    assert early <= plain * 1.02 and late - early >= weights * 0.6

@@ -191,6 +191,9 @@ class Optimization(RunPart[Run]):
             and not overrides(strategy.precision, Precision, "backward")
         )
         self.own_zero_grad = strategy.zero_grad if overrides(strategy, Strategy, "zero_grad") else None
+        # the gradients of the last step would lie beside all activations of this one; hooks are called where Lightning
+        # calls them, between forward and backward
+        self.clears_early = not self.before_zero_grad and self.module_zero_grad is None
         self.plain_step = (
             strategy.mark_step is None
             and not overrides(strategy, Strategy, "optimizer_step")
@@ -262,6 +265,9 @@ class Optimization(RunPart[Run]):
             if self.after_backward:
                 self.run.hooks.call("on_after_backward")
             return output
+        clears = first or not self.progress.has_gradients
+        if clears and self.clears_early:
+            self._zero_grad(batch_idx)
         output = self.run_step(batch, batch_idx, 0)
         # the usual loss, a fresh scalar of the graph, passes without a call
         if type(output) is torch.Tensor and output.dim() == 0 and output.grad_fn is not None:
@@ -276,7 +282,7 @@ class Optimization(RunPart[Run]):
             self._check_finite(loss, batch_idx)
         if self.accumulate > 1:
             loss = loss / self.accumulate
-        if first or not self.progress.has_gradients:
+        if clears and not self.clears_early:
             self._zero_grad(batch_idx)
         if self.before_backward:
             self.run.hooks.call("on_before_backward", loss)
