@@ -59,6 +59,8 @@ MODULES = (
     "blind_environments_7",
     "blind_precisions_7",
     "blind_strategies_7",
+    "blind_loggers",
+    "blind_callbacks",
     "mutants_processes",
     "mutants_hooks",
     "mutants_refusals",
