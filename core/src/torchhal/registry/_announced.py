@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from torchhal.plugin import HOOKS, PROJECT
 from torchhal.registry._declarations import (
     ADAPT,
     DEFAULT_KINDS,
+    DEFAULTS,
     DETECT,
     GROUPS,
     NO_DECLARATIONS,
@@ -27,6 +29,9 @@ from torchhal.registry._plugin_loader import PluginRecord, ScanResult
 
 Announced = list[tuple[list[DiscoveredPlugin], list[tuple[str, str]]]]
 """The plugins of each distribution that declares a variable which is set, and its (variable, alias) pairs."""
+
+
+_DEFAULTS_HEADER: Final = f"[{DEFAULTS}]"
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,8 @@ def bringing_defaults(index: Iterable[IndexedDistribution]) -> list[DiscoveredPl
     """Return the plugins of the distributions that declare a logger or a callback for every Trainer."""
     found: list[DiscoveredPlugin] = []
     for distribution in index:
-        if _declarations(distribution).defaults:
+        # most have no such group: a Trainer must not read what 500 plugins declare otherwise
+        if _DEFAULTS_HEADER in (distribution.text or "") and _declarations(distribution).defaults:
             found += find_plugins(distribution.load())
     return sorted(found, key=lambda plugin: (plugin.distribution, plugin.name))
 

@@ -180,6 +180,7 @@ def in_a_trainer(context: CheckContext) -> None:
     weights = []
     for logger in (False, make(context)):
         if logger:
+            logger.on_error = "raise"  # the Trainer goes on without a logger that fails
             _count(logger, "log_metrics", calls)
         model = ThreeLayers()
         trainer = Trainer(
