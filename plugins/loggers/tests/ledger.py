@@ -13,6 +13,19 @@ from pathlib import Path
 from torchhal.vendor_package import VendorPackage
 from torchhal_loggers import ServiceLogger
 
+
+def wait_until(condition, seconds=90):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def log(logger, steps):
+    for step in steps:
+        logger.log_metrics({"loss": 1.0 / (step + 1)}, step)
+
+
 SERVER = Path(__file__).with_name("ledger_server.py")
 
 

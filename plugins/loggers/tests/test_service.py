@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ledger import Ledger, LedgerLogger
+from ledger import Ledger, LedgerLogger, log, wait_until
 from logged_fit import Model
 
 from torchhal import Trainer
@@ -29,18 +29,6 @@ def ledger(tmp_path):
     ledger = Ledger(tmp_path / "ledger")
     yield ledger
     ledger.kill()
-
-
-def wait_until(condition, seconds=90):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
-
-
-def log(logger, steps):
-    for step in steps:
-        logger.log_metrics({"loss": 1.0 / (step + 1)}, step)
 
 
 def fit_script(ledger, folder, *arguments, **options):

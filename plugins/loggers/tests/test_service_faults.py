@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ledger import Ledger, LedgerLogger, MemoryLogger
+from ledger import Ledger, LedgerLogger, MemoryLogger, log, wait_until
 
 from torchhal_loggers import ServiceError
 from torchhal_loggers._sync_command import load
@@ -25,18 +25,6 @@ def ledger(tmp_path):
     ledger = Ledger(tmp_path / "ledger").start()
     yield ledger
     ledger.kill()
-
-
-def wait_until(condition, seconds=90):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
-
-
-def log(logger, steps):
-    for step in steps:
-        logger.log_metrics({"loss": 1.0}, step)
 
 
 def script(text):

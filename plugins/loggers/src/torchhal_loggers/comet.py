@@ -88,10 +88,7 @@ class CometLogger(ServiceLogger):
             timeout=timeout,
         )
         if config_options:
-            self.load()
-            import comet_ml
-
-            check_further_options(type(self), config_options, comet_ml.ExperimentConfig, _OWN_ARGUMENTS)
+            check_further_options(type(self), config_options, self.package.load().ExperimentConfig, _OWN_ARGUMENTS)
         self._display_name = name
         self._key = experiment_key
         self._workspace = workspace
@@ -101,7 +98,7 @@ class CometLogger(ServiceLogger):
     def check_credentials(self) -> None:
         if not self._online or os.environ.get("COMET_API_KEY"):
             return
-        self.load()
+        self.package.load()
         import comet_ml
 
         if not comet_ml.get_config()["comet.api_key"]:
@@ -116,10 +113,6 @@ class CometLogger(ServiceLogger):
         return self._key or self.run_state().get("experiment_key")
 
     # -- in the thread -----------------------------------------------------------------------------------------
-
-    def load(self) -> None:
-        super().load()
-        import comet_ml  # noqa: F401 - and not in the thread, which can't where the program ends meanwhile
 
     def connect(self) -> Any:
         with _turn.beginning(self):

@@ -53,6 +53,7 @@ class MLflowLogger(ServiceLogger):
         "mlflow",
         versions=">=3.1,<4",
         distributions=("mlflow", "mlflow-skinny"),
+        submodules=("tracking",),
         plugin="torchhal-loggers",
         install="pip install 'torchhal-loggers[mlflow]'",
         needed_by="logger 'mlflow'",
@@ -107,10 +108,6 @@ class MLflowLogger(ServiceLogger):
         return self._run_id or self.run_state().get("run_id")
 
     # -- in the thread -----------------------------------------------------------------------------------------
-
-    def load(self) -> None:
-        super().load()
-        import mlflow.tracking  # noqa: F401 - and not in the thread, which can't where the program ends meanwhile
 
     def connect(self) -> Any:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")

@@ -363,20 +363,12 @@ class ServiceLogger(FolderLogger):
 
     # -- the service -------------------------------------------------------------------------------------------
 
-    def load(self) -> None:
-        """Import the service's library.
-
-        Raises:
-            ConfigurationError: it can't be.
-        """
-        self.package.load()
-
     def get_experiment(self) -> Any:
         """Return what :meth:`connect` returned, which is called once, or again after :meth:`disconnect`."""
         self._check_process()
         with self._connecting:
             if self._experiment is None:
-                self.load()
+                self.package.load()
                 self._experiment = self.connect()
                 self._register_exit()  # an exit runs the newest first: this, and then what the library has registered
             return self._experiment
@@ -385,7 +377,7 @@ class ServiceLogger(FolderLogger):
         if self._sender is None:
             assert self._outbox is not None
             with suppress(Exception):  # the thread says it
-                self.load()  # here, since a thread can't where the program ends meanwhile
+                self.package.load()  # here, since a thread can't where the program ends meanwhile
             self._sender = Sender(self, self._outbox)
             self._register_exit()
         return self._sender

@@ -83,10 +83,7 @@ class SwanLabLogger(ServiceLogger):
             save_dir, check_name("project", project), version, prefix=prefix, on_error=on_error, timeout=timeout
         )
         if init_options:
-            self.load()
-            import swanlab
-
-            check_further_options(type(self), init_options, swanlab.init, _OWN_ARGUMENTS)
+            check_further_options(type(self), init_options, self.package.load().init, _OWN_ARGUMENTS)
         self._id = id
         self._init_options = {
             "project": project, "workspace": workspace, "group": group, "tags": list(tags) if tags else None,
@@ -109,10 +106,6 @@ class SwanLabLogger(ServiceLogger):
         return self._id or self.run_state().get("run_id")
 
     # -- in the thread -----------------------------------------------------------------------------------------
-
-    def load(self) -> None:
-        super().load()
-        import swanlab  # noqa: F401 - and not in the thread, which can't where the program ends meanwhile
 
     def connect(self) -> Any:
         with _turn.beginning(self):

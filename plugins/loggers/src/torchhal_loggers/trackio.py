@@ -69,10 +69,7 @@ class TrackioLogger(ServiceLogger):
             save_dir, check_name("project", project), version, prefix=prefix, on_error=on_error, timeout=timeout
         )
         if init_options:
-            self.load()
-            import trackio
-
-            check_further_options(type(self), init_options, trackio.init, _OWN_ARGUMENTS)
+            check_further_options(type(self), init_options, self.package.load().init, _OWN_ARGUMENTS)
         self._display_name = name
         self._init_options = {
             "project": project, "server_url": server_url, "space_id": space_id, "group": group, **init_options,
@@ -81,10 +78,6 @@ class TrackioLogger(ServiceLogger):
         self._database: Any = None
 
     # -- in the thread -----------------------------------------------------------------------------------------
-
-    def load(self) -> None:
-        super().load()
-        import trackio  # noqa: F401 - and not in the thread, which can't where the program ends meanwhile
 
     def connect(self) -> Any:
         import trackio

@@ -135,10 +135,7 @@ class WandbLogger(ServiceLogger):
             timeout=timeout,
         )
         if init_options:
-            self.load()
-            import wandb
-
-            check_further_options(type(self), init_options, wandb.init, _OWN_ARGUMENTS)
+            check_further_options(type(self), init_options, self.package.load().init, _OWN_ARGUMENTS)
         self._id = id
         self._takes_users_run = id is None and version is None
         self._init_options = {
@@ -149,7 +146,7 @@ class WandbLogger(ServiceLogger):
     def check_credentials(self) -> None:
         if self._mode != "online" or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
             return
-        self.load()
+        self.package.load()
         import wandb
 
         if wandb.run is None and not _has_key(wandb):
@@ -164,10 +161,6 @@ class WandbLogger(ServiceLogger):
         return self._id or os.environ.get("WANDB_RUN_ID") or self.run_state().get("run_id")
 
     # -- in the thread -----------------------------------------------------------------------------------------
-
-    def load(self) -> None:
-        super().load()
-        import wandb  # noqa: F401 - and not in the thread, which can't where the program ends meanwhile
 
     def connect(self) -> Any:
         import wandb
