@@ -324,8 +324,9 @@ def add_model_callbacks(run: Run) -> None:
 def log_hyperparams(run: Run) -> None:
     for owner in (run.module, run.datamodule):
         hparams = getattr(owner, "hparams_initial", None) or getattr(owner, "hparams", None)
-        if hparams and getattr(owner, "_log_hyperparams", True):
-            run.call_loggers("log_hyperparams", dict(hparams))
+        if hparams and getattr(owner, "_log_hyperparams", True) and run.is_global_zero:
+            for logger in run.loggers:
+                run.call_logger(logger, "log_hyperparams", dict(hparams))  # its own: it may flatten or drop some
 
 
 def load_fit_data(run: Run, loop: FitLoop) -> None:
