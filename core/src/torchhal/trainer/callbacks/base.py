@@ -31,6 +31,10 @@ class Callback(Composable):
 
     Each hook gets the Trainer that runs and, as ``module``, the user's model. A hook of an evaluation's batch that
     doesn't take ``dataloader_idx`` isn't given it. A hook that calls a collective must call it on every rank.
+
+    The hooks of an epoch, a batch or a step leave the batch, the outputs, ``module.training`` and the random numbers of
+    torch, numpy and Python as they are: draw from a generator of your own. Each object, and each copy of one, has a
+    state of its own; launchers send a callback to other processes by pickle, with its state.
     """
 
     runs_after_module: bool = False
@@ -70,6 +74,8 @@ class Callback(Composable):
 
     def teardown(self, trainer: Trainer, module: Any, stage: str) -> None:
         """Clean up after everything of the call, also after an error, on every rank.
+
+        Hooks that were registered at the model are removed, and signals handled as before.
 
         Args:
             trainer: the Trainer that runs.
@@ -255,7 +261,10 @@ class Callback(Composable):
     # -- inside a training step --------------------------------------------------------------------------------------
 
     def on_before_backward(self, trainer: Trainer, module: Any, loss: torch.Tensor) -> None:
-        """Called before each ``loss.backward()``, on every rank."""
+        """Called before each ``loss.backward()``, on every rank.
+
+        Who keeps ``loss`` keeps its graph: detach it.
+        """
 
     def on_after_backward(self, trainer: Trainer, module: Any) -> None:
         """Called after each backward, on every rank, with the gradients accumulated so far, not yet clipped."""
@@ -280,6 +289,8 @@ class Callback(Composable):
     def on_load_checkpoint(self, trainer: Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
         """Called after a checkpoint was read for resuming, before anything of it is restored, on every rank.
 
+        It may be of a run without this callback: begin anew then, or raise CheckpointMismatchError.
+
         Args:
             trainer: the Trainer that runs.
             module: the user's model.
@@ -288,7 +299,7 @@ class Callback(Composable):
 
     @property
     def state_key(self) -> str:
-        """The name under which :meth:`state_dict` is saved.
+        """The name under which :meth:`state_dict` is saved: the same for each object made alike, and no other class's.
 
         Where several callbacks of a Trainer have the same, the arguments that their ``__init__`` got and that are not
         their defaults are added (of long ones a digest), and after that a number, by their order. Of an argument that
@@ -298,11 +309,18 @@ class Callback(Composable):
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs, as plain data. Called on every rank; the state of rank 0 is saved."""
+        """Return what a resumed run needs, as plain data. Called on every rank; the state of rank 0 is saved.
+
+        Numbers, texts and lists in public attributes that grow with training are part of it. Return a copy, which
+        doesn't change when training goes on, and change nothing: it may be called at any time, and several times.
+        """
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`. Called on every rank before training starts."""
+        """Continue from :meth:`state_dict`. Called on every rank before training starts.
+
+        Leave what is given as it is, then and later: copy lists, dicts and tensors.
+        """
 
     def _reset_state(self) -> None:
         """Reset what belongs to one run. Called before a fit, if the previous one was another Trainer's."""
