@@ -79,8 +79,10 @@ def hook_arguments(context: CheckContext) -> None:
 def signatures(context: CheckContext) -> None:
     """An override takes every argument of the contract's method, requires no other, and returns what it promises.
 
+    So it is no coroutine, which returns before it has done anything.
+
     Why: the core calls components by the contract; a narrower override fails on the call that nobody tried.
-    Fix: keep the contract's parameters, in order and by name; give new ones a default.
+    Fix: keep the contract's parameters, in order and by name; give new ones a default; define it without ``async``.
     """
     cls, base = context.component.cls, resolve_target(BASES[context.component.kind])
     problems = [problem for name in dir(base) for problem in _narrowed(cls, base, name)]
@@ -95,6 +97,8 @@ def _narrowed(cls: type, base: type, name: str) -> Iterator[str]:
     if not callable(ours):
         yield f"{name} is a {type(ours).__name__}, the contract has a method"
         return
+    if inspect.iscoroutinefunction(ours) and not inspect.iscoroutinefunction(theirs):
+        yield f"{name}() is a coroutine, which nobody awaits"
     try:
         mine, given = inspect.signature(ours), inspect.signature(theirs)
     except (TypeError, ValueError):
