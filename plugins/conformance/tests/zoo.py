@@ -61,6 +61,7 @@ MODULES = (
     "blind_strategies_7",
     "blind_loggers",
     "blind_callbacks",
+    "blind_callbacks_2",
     "mutants_processes",
     "mutants_hooks",
     "mutants_refusals",

@@ -78,6 +78,7 @@ _MODULES: Final = (
     "strategy_hooks",
     "loggers",
     "callbacks",
+    "callback_state",
 )
 
 for _module in _MODULES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -13,6 +13,9 @@ from torchhal_conformance._check import CheckFailed, check
 from torchhal_conformance._context import CheckContext
 from torchhal_conformance._rank_context import RankContext
 from torchhal_conformance.checks.trainer import BATCH, ThreeLayers, data, learned, loader, trainer
+
+_MAX_COUNT: Final = 1000
+"""Greater integers are no counts of the kit's short fits."""
 
 
 class Logs(ThreeLayers):
@@ -31,26 +34,46 @@ class Logs(ThreeLayers):
     test_step = validation_step
 
 
-def model() -> Any:
-    """Return a module that logs, of which everything else is that of the kit's small net."""
+def model(*mixins: type) -> Any:
+    """Return a module that logs, of which everything else is that of ``mixins`` and of the kit's small net."""
     from torchhal import Module
 
-    return type("LoggingThreeLayers", (Logs, Module), {})()
+    return type("LoggingThreeLayers", (*mixins, Logs, Module), {})()
 
 
 def batches() -> Any:
     return torch.utils.data.DataLoader(data(), batch_size=BATCH)
 
 
-def trainer_with(context: CheckContext, callback: Any, **options: Any) -> Any:
-    """Return a quiet Trainer of one process with ``callback``."""
+def trainer_with(context: CheckContext, *callbacks: Any, **options: Any) -> Any:
+    """Return a quiet Trainer of one process with ``callbacks``."""
     from torchhal import Trainer
 
     quiet = {"enable_progress_bar": False, "enable_model_summary": False}
     return Trainer(
-        accelerator=context.component.accelerator, devices=1, callbacks=[callback], enable_checkpointing=None,
+        accelerator=context.component.accelerator, devices=1, callbacks=list(callbacks), enable_checkpointing=None,
         default_root_dir=str(context.folder), **{"max_epochs": 2, **quiet, **options},
     )  # fmt: skip
+
+
+def leaves(value: Any, place: str = "") -> dict[str, Any]:
+    """Return what is in the containers of ``value``, each by its place, without paths."""
+    if isinstance(value, dict):
+        items = [(f"{place}[{key!r}]" if place else str(key), one) for key, one in value.items()]
+    elif isinstance(value, list | tuple):
+        items = [(f"{place}[{index}]", one) for index, one in enumerate(value)]
+    else:
+        return {} if isinstance(value, str) and os.path.isabs(value) else {place: value}
+    return {inner: leaf for outer, one in items for inner, leaf in leaves(one, outer).items()}
+
+
+def counts(state: dict[str, Any]) -> dict[str, Any]:
+    """Return what is in ``state``, by its place; of numbers that may be times that go on, only that they are there."""
+
+    def is_time(leaf: Any) -> bool:
+        return isinstance(leaf, float) or (isinstance(leaf, int) and abs(leaf) > _MAX_COUNT)
+
+    return {place: "a number" if is_time(leaf) else leaf for place, leaf in leaves(state).items()}
 
 
 @check("CBK-01", since="0.2", needs=["device"], after=("GEN-11",))
@@ -88,11 +111,15 @@ def state(context: CheckContext) -> None:
     other = context.create()
     if saved:
         other.load_state_dict(read)
-        returned = other.state_dict()
-        same("the keys of the state after it was loaded", sorted(returned), sorted(saved))
-        for key in sorted(saved):  # a callback may return its keys in another order
-            if not _names_files(saved[key]):
-                same(f"the state's {key!r} after it was loaded", returned[key], saved[key])
+        _same_but_for_paths(other.state_dict(), saved)
+
+
+def _same_but_for_paths(returned: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Fail unless an object that has loaded ``saved`` has ``returned`` the same, its keys in any order."""
+    same("the keys of the state after it was loaded", sorted(returned), sorted(saved))
+    for key in sorted(saved):
+        if not _names_files(saved[key]):
+            same(f"the state's {key!r} after it was loaded", returned[key], saved[key])
 
 
 def _names_files(value: Any) -> bool:
@@ -109,7 +136,7 @@ def used_again(context: CheckContext) -> None:
     """The same object in the fit of another Trainer, of another model, does what a new object does.
 
     Why: notebooks and searches make a callback once, and its count from the first fit ends the second one.
-    Fix: begin anew in setup or on_fit_start; what belongs to a run that continues comes by load_state_dict.
+    Fix: begin anew in setup; what belongs to a run that continues comes after it, by load_state_dict.
     """
     callback, weights = context.create(), []
     for used in (callback, callback, context.create()):
@@ -122,10 +149,10 @@ def used_again(context: CheckContext) -> None:
 
 @check("CBK-04", since="0.2", needs=["device"], after=("CBK-01", "GEN-19"))
 def pickles_in_use(context: CheckContext) -> None:
-    """A callback that has been through a fit pickles.
+    """A callback that has been through a fit pickles, and the copy has its state.
 
     Why: launchers take it into their processes by pickle, of a second fit too, and bring it back.
-    Fix: drop handles, threads and the Trainer in __getstate__.
+    Fix: drop handles, threads and the Trainer in __getstate__, and keep what state_dict returns.
     """
     callback = context.create()
     trainer_with(context, callback).fit(model(), batches(), batches())
@@ -134,37 +161,32 @@ def pickles_in_use(context: CheckContext) -> None:
     except Exception as error:
         raise CheckFailed(f"a callback in use doesn't survive pickle ({type(error).__name__}: {error})") from error
     require(type(copied) is type(callback), f"unpickled as a {type(copied).__name__}")
+    same("what state_dict() of the copy returns", counts(copied.state_dict()), counts(callback.state_dict()))
 
 
 @check("CBK-05", since="0.2", needs=["device"], world_sizes=(2,), timeout=60, after=("CBK-01",))
 def on_two_ranks(rank: RankContext) -> None:
-    """On two ranks a fit ends on both of them, at one step and with the same weights.
+    """On two ranks a fit ends on both of them, at one step and with the same weights; both load the state of rank 0.
 
     Why: a hook that decides by a rank's own clock, file or loss lets one of them wait for ever.
-    Fix: agree by trainer.strategy.broadcast or reduce, in a hook that every rank calls.
+    Fix: agree by trainer.strategy.broadcast or reduce, in a hook that every rank calls; load on every rank.
     """
-    module = model()
-    used = trainer(rank, max_epochs=2)
+    from torchhal import LambdaCallback
+
+    module, callback, other = model(), rank.component.create(), rank.component.create()
+    loaded = []
+
+    def load(trainer: Any, module: Any) -> None:  # while the ranks can communicate, as where a Trainer loads
+        saved = rank.gather(callback.state_dict())[0]
+        if saved:
+            other.load_state_dict(saved)
+            loaded.append((other.state_dict(), saved))
+
+    used = trainer(rank, max_epochs=2, callbacks=[callback, LambdaCallback(on_train_end=load)])
     used.fit(module, loader(rank), loader(rank))
+    for states in loaded:
+        _same_but_for_paths(*states)
     steps = rank.gather(used.global_step)
     same("the optimizer steps of the ranks", len(set(steps)), 1)
     weights = rank.gather(learned(module))
     close("the weights of the other rank", weights[1], weights[0], 0.0)
-
-
-@check("CBK-06", since="0.2", needs=["device"], after=("CBK-01",))
-def continues(context: CheckContext) -> None:
-    """A fit of two epochs that is continued by a new object for two more ends with the weights of one of four.
-
-    Why: what a callback counts, averages or has changed is part of the run.
-    Fix: keep it in state_dict; change optimizers and models where a resumed fit does so too.
-    """
-    whole, first, second = model(), model(), model()
-    trainer_with(context, context.create(), max_epochs=4).fit(whole, batches(), batches())
-    half = trainer_with(context, context.create(), max_epochs=2)
-    path = os.path.join(str(context.folder), "half.ckpt")
-    half.fit(first, batches(), batches())
-    half.save_checkpoint(path)
-    again = trainer_with(context, context.create(), max_epochs=4)
-    again.fit(second, batches(), batches(), ckpt_path=path)
-    close("the weights after a resume", learned(second), learned(whole), 1e-6)
