@@ -62,6 +62,7 @@ MODULES = (
     "blind_loggers",
     "blind_callbacks",
     "blind_callbacks_2",
+    "blind_callbacks_3",
     "mutants_processes",
     "mutants_hooks",
     "mutants_refusals",

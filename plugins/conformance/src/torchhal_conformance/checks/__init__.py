@@ -79,6 +79,7 @@ _MODULES: Final = (
     "loggers",
     "callbacks",
     "callback_state",
+    "callback_hooks",
 )
 
 for _module in _MODULES:
