@@ -225,6 +225,15 @@ def test_pickles():
     again = pickle.loads(pickle.dumps(callback))
     assert again._n_averaged == 5 and again._parameters.keys() == dict(Net().named_parameters()).keys()
     assert copy.deepcopy(callback)._latest_update_epoch == 5
+    assert again.state_dict()["has_scheduler"] is True
+
+
+def test_returns_the_state_that_it_has_loaded():
+    callback, other = StochasticWeightAveraging(0.05, 2), StochasticWeightAveraging(0.05, 2)
+    fit(callback)
+    other.load_state_dict(callback.state_dict())
+    assert other.state_dict().keys() == callback.state_dict().keys()
+    assert other.state_dict()["has_scheduler"] is callback.state_dict()["has_scheduler"] is True
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

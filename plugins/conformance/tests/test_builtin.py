@@ -42,6 +42,12 @@ TestTimer = conformance_suite("callback", "timer")
 TestEMA = conformance_suite("callback", "ema")
 TestWeightAveraging = conformance_suite("callback", "weight_averaging")
 TestSWA = conformance_suite("callback", "swa", arguments={"swa_lrs": 0.01, "swa_epoch_start": 3})
+TestSWAFromStart = conformance_suite(  # CBK-06 saves when the fit has ended, and the model has the average
+    "callback",
+    "swa",
+    arguments={"swa_lrs": 0.01, "swa_epoch_start": 1},
+    only={f"CBK-{i:02}" for i in range(1, 14)} - {"CBK-06"},
+)
 TestLearningRateMonitor = conformance_suite("callback", "lr_monitor")
 TestProgressBar = conformance_suite("callback", "progress_bar")
 TestModelSummary = conformance_suite("callback", "model_summary")

@@ -91,6 +91,8 @@ class StochasticWeightAveraging(Callback):
         self._n_averaged = 0
         self._latest_update_epoch = -1
         self._scheduler: SWALR | None = None
+        self._has_scheduler = False
+        """Whether it is in place of the model's, in this fit or in the one that is continued."""
         self._has_ended = False
         """Whether this fit has given the model the average."""
 
@@ -108,6 +110,7 @@ class StochasticWeightAveraging(Callback):
         if stage != "fit":
             return
         self._scheduler = None
+        self._has_scheduler = False
         self._has_ended = False
         refuse_engines(trainer, self, OPTIMIZERS, "sets up optimizers and schedulers once for a fit")
         name = type(self).__name__
@@ -174,6 +177,7 @@ class StochasticWeightAveraging(Callback):
             anneal_epochs=self._annealing_epochs,
             anneal_strategy=self._annealing_strategy,  # type: ignore[arg-type]
         )
+        self._has_scheduler = True
         trainer.lr_scheduler_configs[:] = [SchedulerConfig(self._scheduler)]
 
     def _update(self, module: nn.Module) -> None:
@@ -214,7 +218,7 @@ class StochasticWeightAveraging(Callback):
         return {
             "n_averaged": self._n_averaged,
             "latest_update_epoch": self._latest_update_epoch,
-            "has_scheduler": self._scheduler is not None,
+            "has_scheduler": self._has_scheduler,
             "average_model_state": dict(self._parameters),
         }
 
@@ -222,6 +226,7 @@ class StochasticWeightAveraging(Callback):
         count = check_count("n_averaged", state_dict["n_averaged"], minimum=0)
         epoch = check_count("latest_update_epoch", state_dict["latest_update_epoch"], minimum=-1)
         self._n_averaged, self._latest_update_epoch = count, epoch
+        self._has_scheduler = state_dict["has_scheduler"]
         self._parameters, self._average = dict(state_dict["average_model_state"]), None
 
 
