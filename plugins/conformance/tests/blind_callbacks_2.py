@@ -72,10 +72,10 @@ class NeedsOwnEntry(RateRecord):
 
 @caught_by("CBK-07")
 class LiveState(RateRecord):
-    """Returns its own list, which grows while the checkpoint is written."""
+    """Returns its own list, which grows afterwards."""
 
     # state_dict: "Return what a resumed run needs, as plain data."
-    # An asynchronous save has entries of later steps.
+    # Who takes a state before a trial, to go back to it, finds a later one.
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         self.rates.append(float(optimizer.param_groups[0]["lr"]))

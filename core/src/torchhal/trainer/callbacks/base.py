@@ -311,15 +311,15 @@ class Callback(Composable):
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs, as plain data. Called on every rank; the state of rank 0 is saved.
 
-        Numbers, texts and lists in public attributes that grow with training are part of it. Return a copy, which
-        doesn't change when training goes on, and change nothing: it may be called at any time, and several times.
+        Numbers, texts and lists in public attributes that grow with training are part of it. Return lists and dicts
+        that don't change when training goes on, and change nothing: a state may be taken at any time, and often.
         """
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`. Called on every rank before training starts.
 
-        Leave what is given as it is, then and later: copy lists, dicts and tensors.
+        Leave what is given as it is, then and later: the same may be loaded again.
         """
 
     def _reset_state(self) -> None:
