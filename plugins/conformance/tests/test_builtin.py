@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from environment_tables import ENV, NODES
 from logger_rows import read_csv, read_tensorboard
+from sound_callbacks import Careful
 
 from torchhal import registry
 from torchhal.checkpoint import CheckpointIO, TorchCheckpointIO
@@ -42,11 +43,13 @@ TestTimer = conformance_suite("callback", "timer")
 TestEMA = conformance_suite("callback", "ema")
 TestWeightAveraging = conformance_suite("callback", "weight_averaging")
 TestSWA = conformance_suite("callback", "swa", arguments={"swa_lrs": 0.01, "swa_epoch_start": 3})
+CALLBACKS = {one.id for one in checks_for("callback") if one.id.startswith("CBK")}
+TestCareful = conformance_suite("callback", Careful, only=CALLBACKS)
 TestSWAFromStart = conformance_suite(  # CBK-06 saves when the fit has ended, and the model has the average
     "callback",
     "swa",
     arguments={"swa_lrs": 0.01, "swa_epoch_start": 1},
-    only={f"CBK-{i:02}" for i in range(1, 14)} - {"CBK-06"},
+    only=CALLBACKS - {"CBK-06"},
 )
 TestLearningRateMonitor = conformance_suite("callback", "lr_monitor")
 TestProgressBar = conformance_suite("callback", "progress_bar")
