@@ -181,15 +181,19 @@ def _count(logger: Any, name: str, calls: list[str]) -> None:
 
 @check("LOG-08", since="0.2", needs=["device"], world_sizes=(2,), timeout=60, after=("LOG-07",))
 def on_two_ranks(rank: RankContext) -> None:
-    """In a fit on two ranks only rank 0 writes files and folders.
+    """In a fit on two ranks only rank 0 writes files and folders, and both have the same folders.
 
     Why: two writers of one run overwrite each other's rows, and each rank's own run hides the one that counts.
-    Fix: write nothing in a property or the constructor, which every rank calls.
+    Fix: write nothing in a property or the constructor, which every rank calls; choose the run by what is there, and
+    not by the time, the process or at random.
     """
     folder = Path(rank.folder) / f"rank_{rank.rank}"
     folder.mkdir()
     given = folder_arguments(rank.component, str(folder))
     logger = rank.component.create(**given)
+    folders = [getattr(logger, name) for name in FOLDERS]
+    first, second = rank.gather([one and os.path.relpath(one, folder) for one in folders])
+    same("the folders on rank 1", second, first)
     trainer(rank, logger=logger, max_epochs=1, log_every_n_steps=1).fit(ThreeLayers(), loader(rank))
     rank.gather("done")
     if rank.rank and given:
