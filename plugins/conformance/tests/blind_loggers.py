@@ -326,3 +326,17 @@ class WorksInItsFolder(JsonLines):
             os.makedirs(self.log_dir, exist_ok=True)
             os.chdir(self.log_dir)
         super().save()
+
+
+@caught_by("LOG-08")
+class ProcessAsVersion(JsonLines):
+    """Calls its run by the process, so that jobs that start together don't collide."""
+
+    # Logger: "reads the properties on every rank: ... a folder doesn't depend on the rank".
+    # Each rank has a run of its own.
+
+    @property
+    def version(self) -> int | str:
+        if self._version is None:
+            self._version = f"{os.getpid()}"
+        return self._version

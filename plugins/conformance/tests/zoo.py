@@ -60,6 +60,7 @@ MODULES = (
     "blind_precisions_7",
     "blind_strategies_7",
     "blind_loggers",
+    "blind_loggers_2",
     "blind_callbacks",
     "blind_callbacks_2",
     "blind_callbacks_3",

@@ -67,4 +67,5 @@ def of_trackio(logger):
 
 
 def _numbers(metrics):
-    return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+    texts = ("NaN", "Infinity", "-Infinity")  # JSON has no numbers for these
+    return {name: float(value) for name, value in metrics.items() if isinstance(value, int | float) or value in texts}

@@ -158,6 +158,19 @@ def test_a_service_that_does_not_answer_costs_bounded_time_and_is_said_once(ledg
     assert sorted(set(ledger.steps())) == list(range(400)) == ledger.steps()
 
 
+def test_a_call_is_not_ended_before_the_service_has_everything(ledger, tmp_path):
+    """A library finishes the runs of ended loggers when another begins: with what is on its way, if that came first."""
+    logger = LedgerLogger(ledger.url, save_dir=tmp_path, timeout=0.2)
+    log(logger, range(5))
+    with pytest.warns(UserWarning, match="ledger"):
+        logger.finalize("success")
+    assert not logger.is_ended
+    ledger.start()
+    logger.finalize("success")
+    wait_until(lambda: ledger.statuses() == ["success"])
+    wait_until(lambda: logger.is_ended)
+
+
 def _with_ledger():
     return {**os.environ, "PYTHONPATH": f"{SCRIPT.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 

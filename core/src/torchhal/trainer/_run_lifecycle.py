@@ -326,7 +326,7 @@ def log_hyperparams(run: Run) -> None:
         hparams = getattr(owner, "hparams_initial", None) or getattr(owner, "hparams", None)
         if hparams and getattr(owner, "_log_hyperparams", True) and run.is_global_zero:
             for logger in run.loggers:
-                run.call_logger(logger, "log_hyperparams", dict(hparams))  # its own: it may flatten or drop some
+                run.call_logger(logger, "log_hyperparams", dict(hparams))  # its own: foreign ones flatten it
 
 
 def load_fit_data(run: Run, loop: FitLoop) -> None:

@@ -66,7 +66,8 @@ def conformance_suite(
             6 numbers and 2 targets.
         read: for a logger, ``read(logger)`` returns the rows that its back end has now:
             ``{"step": int | None, "metrics": {name: value}}`` and ``{"params": {name: value}}``. Names may be those of
-            the service. Without it LOG-02, LOG-03 and LOG-05 can't tell whether what was logged is there.
+            the service, and a value that isn't finite may be a text, such as ``"NaN"``. Without it LOG-02 to LOG-05 and
+            LOG-11 can't tell whether what was logged is there.
 
     Raises:
         ConfigurationError: an unknown kind, level, id or feature, an empty reason; a collection error under pytest.

@@ -207,8 +207,8 @@ class ServiceLogger(FolderLogger):
 
     @property
     def is_ended(self) -> bool:
-        """True if nothing was logged since the last call of the Trainer has ended."""
-        return self._is_ended
+        """True if nothing was logged since the last call of the Trainer has ended, and the service has everything."""
+        return self._is_ended and (self._outbox is None or self._outbox.is_empty)
 
     def warn_later(self, text: str) -> None:
         """Have something about the service's records said, with its name before it, once; from any thread."""

@@ -39,9 +39,14 @@ class NullExperiment:
 class Logger(Composable):
     """Base class of loggers, which record the metrics and hyperparameters of a run.
 
-    The Trainer calls the methods on rank 0 only, and reads the properties on every rank. A logger that can't write must
-    raise an error: a run must not continue silently without its record. The Trainer names the logger and the error in a
-    warning, once, and the run goes on; with :attr:`on_error` ``"raise"`` it ends.
+    The Trainer calls the methods on rank 0 only, and reads the properties on every rank: neither they nor the
+    constructor write anything, and a folder doesn't depend on the rank. A logger that can't write must raise an error:
+    a run must not continue silently without its record. The Trainer names the logger and the error in a warning, once,
+    and the run goes on; with :attr:`on_error` ``"raise"`` it ends.
+
+    A logger changes nothing of what it is given, which the user and other loggers have too, nor the random numbers, the
+    working folder and torch's settings of the process; it may wrap the standard streams while its run is open. Two
+    objects share no records, unless they are of one run.
     """
 
     on_error: str = "warn"
@@ -84,7 +89,7 @@ class Logger(Composable):
         """Record the numbers of one step, or of an epoch that ended at this step. Called on rank 0.
 
         Args:
-            metrics: numbers by name.
+            metrics: numbers by name, finite or not. The caller may change the mapping after the call.
             step: the optimizer steps done so far; None for metrics that belong to no step.
         """
         raise NotImplementedError(f"{type(self).__name__} must define log_metrics(metrics, step)")
@@ -93,7 +98,7 @@ class Logger(Composable):
         """Record the hyperparameters. Called on rank 0, before the first metrics.
 
         Args:
-            params: a dict or a namespace.
+            params: a dict or a namespace, nested or not, with values of any type.
             *args: further arguments of a logging library; the Trainer passes none.
             **kwargs: the same.
         """
@@ -136,7 +141,9 @@ class Logger(Composable):
         """Write what is buffered. Called on rank 0."""
 
     def finalize(self, status: str) -> None:
-        """Finish one call of the Trainer, which more may follow. Called on rank 0 when it has ended.
+        """Finish one call of the Trainer, which more may follow: what was logged is written then, whatever the status.
+
+        Called on rank 0 when the call has ended.
 
         Args:
             status: ``"success"``, ``"failed"`` or ``"interrupted"``.

@@ -76,6 +76,7 @@ _MODULES: Final = (
     "processes",
     "trainer",
     "strategy_hooks",
+    "logger_records",
     "loggers",
     "callbacks",
     "callback_state",

@@ -1,150 +1,72 @@
-"""LOG: a logger records what it is given, under any name, in any process that it comes to."""
+"""LOG: a logger works in every call of a Trainer, in any process that it comes to, and changes nothing else."""
 
 from __future__ import annotations
 
-import argparse
-import inspect
-import math
 import os
 import pickle
+import sys
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from torchhal import rng
-from torchhal.trainer.loggers import Logger
 from torchhal_conformance._assertions import require, same
-from torchhal_conformance._check import CheckFailed, NotGiven, check
+from torchhal_conformance._check import CheckFailed, check
 from torchhal_conformance._context import CheckContext
 from torchhal_conformance._rank_context import RankContext
-from torchhal_conformance.checks.trainer import BATCH, ThreeLayers, data, loader, trainer
+from torchhal_conformance.checks._logger_rows import make, require_recorded
+from torchhal_conformance.checks.logger_records import METRICS
+from torchhal_conformance.checks.trainer import BATCH, ThreeLayers, data, folder_arguments, loader, trainer
 
-METRICS = {
-    "loss": 0.5, "val/loss": 1e-30, "lr-Adam/pg1": -3.0, "acc_epoch/dataloader_idx_0": 1.0, "a b=c(d)[e]:f%": 2.0,
-    "größe": 1e30, "nan": math.nan, "inf": math.inf,
-}  # fmt: skip
-"""Names as models, callbacks and people give them."""
-
-
-class Unprintable:
-    """A hyperparameter of a class that no format knows."""
-
-
-def make(context: CheckContext) -> Logger:
-    """Return a logger that writes below the check's folder, where its constructor takes one."""
-    takes = "save_dir" in inspect.signature(context.component.cls).parameters
-    given = {"save_dir": str(context.folder)} if takes and "save_dir" not in context.component.arguments else {}
-    made: Logger = context.create(**given)
-    return made
-
-
-def require_recorded(context: CheckContext, logger: Logger, logged: list[tuple[int | None, float]]) -> None:
-    """Fail unless ``read`` returns each finite value that was ``logged``, at its step.
-
-    A value without a step may be at any. More may be there: services add metrics of their own.
-
-    Raises:
-        NotGiven: the suite has no ``read``.
-    """
-    found = [(row.get("step"), float(value)) for row in _read(context, logger) for value in _metrics(row)]
-    for step, value in logged:
-        # some services keep float32
-        there = any(math.isclose(one, value, rel_tol=1e-6) and (step is None or at == step) for at, one in found)
-        require(there or not math.isfinite(value), f"{value} was logged at step {step}, and read() returns it not")
-
-
-def _read(context: CheckContext, logger: Logger) -> list[dict[str, Any]]:
-    if context.component.read is None:
-        raise NotGiven("what was logged is not compared with what is there: give the suite read=FUNCTION")
-    return context.component.read(logger)
-
-
-def _metrics(row: dict[str, Any]) -> list[Any]:
-    return list(row.get("metrics", {}).values())
+FOLDERS = ("save_dir", "root_dir", "log_dir")
 
 
 @check("LOG-01", since="0.2", after=("GEN-11",))
 def starts_with_the_first_write(context: CheckContext) -> None:
-    """Making a logger, and reading its name, version and folders, writes no file and starts no thread.
+    """Making a logger, and reading its name, version and folders, writes nothing and starts no thread.
 
     Why: a Trainer that is made and never fits, or is copied to eight ranks, would leave empty runs behind.
-    Fix: open files, clients and runs in the first log_metrics or log_hyperparams.
+    Fix: create folders, and open files, clients and runs, in the first log_metrics or log_hyperparams.
     """
     threads, before = threading.active_count(), _files(context.folder)
     logger = make(context)
-    for name in ("name", "version", "save_dir", "root_dir", "log_dir"):
+    for name in ("name", "version", *FOLDERS):
         getattr(logger, name)
-    same("the files after a logger was made", _files(context.folder), before)
+    same("the files and folders after a logger was made", _files(context.folder), before)
     require(threading.active_count() <= threads, "making it started a thread")
 
 
 def _files(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
-@check("LOG-02", since="0.2", after=("LOG-01",))
-def metrics(context: CheckContext) -> None:
-    """Metrics of any name, finite or not, are recorded, with a step and without one, at steps that repeat or go back.
-
-    Why: names come from users, a diverged run logs nan, and a resumed one logs steps that it has logged before.
-    Fix: replace the characters that the service refuses; drop or convert what it can't hold, and say so once.
-    """
-    logger = make(context)
-    logger.log_metrics(METRICS, 0)
-    for step in (1, 1, 5, 2):
-        logger.log_metrics({"loss": float(step)}, step)
-    logger.log_metrics({"score": 1.0})
-    logger.log_metrics({}, 6)
-    logger.log_metrics({"late": 3.0, **METRICS}, 7)
-    logger.save()
-    logger.finalize("success")
-    logged: list[tuple[int | None, float]] = [(step, value) for step in (0, 7) for value in METRICS.values()]
-    require_recorded(context, logger, [*logged, (1, 1.0), (5, 5.0), (2, 2.0), (None, 1.0), (7, 3.0)])
-
-
-@check("LOG-03", since="0.2", after=("LOG-01",))
-def hyperparameters(context: CheckContext) -> None:
-    """Hyperparameters of any kind are recorded: nested, in a namespace, objects, none at all, and twice.
-
-    Why: save_hyperparameters() hands over whatever a constructor was called with.
-    Fix: flatten, and take the text of what the service can't hold.
-    """
-    logger = make(context)
-    for params in (
-        {"lr": 0.1, "layers": [1, 2], "net": {"act": "relu", "depth": None}, "object": Unprintable(), 3: "three"},
-        argparse.Namespace(lr=0.2, size=torch.Size([2, 3]), dtype=torch.float16),
-        {},
-        {"lr": 0.3},
-    ):
-        logger.log_hyperparams(params)
-    logger.log_metrics({"loss": 1.0}, 0)
-    logger.finalize("success")
-    text = " ".join(str(row["params"]) for row in _read(context, logger) if "params" in row)
-    for value in ("relu", "three", "torch.float16"):
-        require(value in text, f"the hyperparameter {value!r} was logged, and read() returns it not")
-    # the service decides whether the first or the last of a name stays
-    require(any(lr in text for lr in ("0.1", "0.2", "0.3")), "the hyperparameter lr was logged, and read() has none")
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
 @check("LOG-04", since="0.2", after=("LOG-02",))
 def goes_on_after_an_end(context: CheckContext) -> None:
-    """After finalize, with any status and as often as it comes, a logger logs on into the same run.
+    """After finalize, with any status and as often as it comes, a logger logs on into the same run, and loses nothing.
 
-    Why: a Trainer fits, tests and fits again, and each call ends in finalize.
-    Fix: flush in finalize; close what can be opened again.
+    Why: a Trainer fits, tests and fits again, and each call ends in finalize; what led to a failure is wanted most.
+    Fix: flush in finalize, whatever the status; close what can be opened again.
     """
     logger = make(context)
     logger.finalize("success")  # before anything was logged
     version = logger.version
+    logged: list[tuple[int | None, float]] = []
     for step, status in enumerate(("success", "failed", "interrupted")):
-        logger.log_metrics({"loss": 1.0}, step)
+        logger.log_metrics({"loss": step + 0.5}, step)
+        logged.append((step, step + 0.5))
         logger.finalize(status)
         logger.finalize(status)
-    logger.log_metrics({"loss": 1.0}, 9)
+        if context.component.read is not None:
+            require_recorded(context, logger, logged)
+    logger.log_metrics({"loss": 9.5}, 9)
     logger.save()
+    logger.finalize("success")
     same("the version at the end", logger.version, version)
+    require_recorded(context, logger, [*logged, (9, 9.5)])
 
 
 @check("LOG-05", since="0.2", after=("LOG-02", "GEN-19"))
@@ -174,23 +96,39 @@ def pickles_in_use(context: CheckContext) -> None:
 
 @check("LOG-06", since="0.2", after=("LOG-02",))
 def no_side_effects(context: CheckContext) -> None:
-    """Logging draws no random numbers, and changes neither the folder of the process nor torch's defaults.
+    """Making a logger and logging change nothing else in the process.
+
+    They draw no random numbers, and leave its folder, torch's defaults and, after the first call has ended, the
+    streams of the console.
 
     Why: a run with another logger would be another run.
-    Fix: use a generator of your own for names and ids.
+    Fix: use a generator of your own for names and ids; wrap the console once, and no longer than your run is open.
     """
-    logger = make(context)
     before = rng.collect_host()
     folder, dtype, threads = os.getcwd(), torch.get_default_dtype(), torch.get_num_threads()
-    logger.log_hyperparams({"lr": 0.1})
-    logger.log_metrics(METRICS, 0)
-    logger.save()
-    logger.finalize("success")
-    drawn = [name for name, state in rng.collect_host().items() if not _same_state(state, before[name])]
+    streams = sys.stdout, sys.stderr
+    logger = make(context)
+    try:
+        _one_call(logger)
+        states = rng.collect_host()
+        after_first = sys.stdout, sys.stderr  # some services wrap them as long as their run is open
+        _one_call(logger)
+        is_wrapped = any(one is not other for one, other in zip(after_first, (sys.stdout, sys.stderr), strict=True))
+    finally:
+        sys.stdout, sys.stderr = streams
+    drawn = [name for name, state in states.items() if not _same_state(state, before[name])]
     require(not drawn, f"logging drew random numbers ({', '.join(drawn)})")
     same("the folder of the process", os.getcwd(), folder)
     same("torch's default dtype", torch.get_default_dtype(), dtype)
     same("torch's threads", torch.get_num_threads(), threads)
+    require(not is_wrapped, "a second call has replaced sys.stdout or sys.stderr again")
+
+
+def _one_call(logger: Any) -> None:
+    logger.log_hyperparams({"lr": 0.1})
+    logger.log_metrics(dict(METRICS), 0)
+    logger.save()
+    logger.finalize("success")
 
 
 def _same_state(one: Any, other: Any) -> bool:
@@ -243,17 +181,67 @@ def _count(logger: Any, name: str, calls: list[str]) -> None:
 
 @check("LOG-08", since="0.2", needs=["device"], world_sizes=(2,), timeout=60, after=("LOG-07",))
 def on_two_ranks(rank: RankContext) -> None:
-    """In a fit on two ranks only rank 0 writes files.
+    """In a fit on two ranks only rank 0 writes files and folders, and both have the same folders.
 
     Why: two writers of one run overwrite each other's rows, and each rank's own run hides the one that counts.
-    Fix: write nothing in a property or the constructor, which every rank calls.
+    Fix: write nothing in a property or the constructor, which every rank calls; choose the run by what is there, and
+    not by the time, the process or at random.
     """
     folder = Path(rank.folder) / f"rank_{rank.rank}"
     folder.mkdir()
-    takes = "save_dir" in inspect.signature(rank.component.cls).parameters
-    given = {"save_dir": str(folder)} if takes and "save_dir" not in rank.component.arguments else {}
+    given = folder_arguments(rank.component, str(folder))
     logger = rank.component.create(**given)
+    folders = [getattr(logger, name) for name in FOLDERS]
+    first, second = rank.gather([one and os.path.relpath(one, folder) for one in folders])
+    same("the folders on rank 1", second, first)
     trainer(rank, logger=logger, max_epochs=1, log_every_n_steps=1).fit(ThreeLayers(), loader(rank))
     rank.gather("done")
     if rank.rank and given:
         same("the files that rank 1 wrote", _files(folder), [])
+
+
+@check("LOG-09", since="0.2", after=("LOG-01",))
+def properties(context: CheckContext) -> None:
+    """Its folders are text or None, on every rank the same, its version is a number or text, and on_error known.
+
+    Why: a Trainer reads them on every rank, joins the folders to paths, and puts them into checkpoints.
+    Fix: os.fspath() in the property, and no question there for the rank; on_error "warn" or "raise".
+    """
+    logger: Any = make(context)
+    version = logger.version
+    is_known = version is None or (isinstance(version, int | str) and not isinstance(version, bool))
+    require(is_known, f"version must be an int, a str or None (got {version!r})")
+    own = {name: getattr(logger, name) for name in ("name", *FOLDERS)}
+    for name, value in own.items():
+        require(value is None or isinstance(value, str), f"{name} must be a str or None (got {value!r})")
+    require(logger.on_error in ("warn", "raise"), f"on_error must be 'warn' or 'raise' (got {logger.on_error!r})")
+    with patch.dict(os.environ, RANK="1"):
+        for name in FOLDERS:
+            same(f"{name} where RANK is 1", getattr(logger, name), own[name])
+
+
+@check("LOG-12", since="0.2", after=("LOG-02",))
+def texts_and_pictures(context: CheckContext) -> None:
+    """Texts, images and figures are taken or left out, without an error, and stay as they were given.
+
+    Why: a callback logs them to every logger of a Trainer, one after the other.
+    Fix: inherit the method that does nothing; convert a copy of an image, and close no figure.
+    """
+    logger = make(context)
+    image = torch.rand(3, 8, 8, generator=context.generator())
+    before = image.clone()
+    logger.log_text("note", "two *words*", 1)
+    logger.log_text("note", "without a step")
+    for step, images in enumerate((image, image[0], image[:1].numpy(), [image, image], (image * 255).byte())):
+        logger.log_image("samples", images, step)
+        same("the image that log_image was given", image, before)
+    if find_spec("matplotlib") is not None:
+        from matplotlib import pyplot
+
+        figure = pyplot.figure()
+        try:
+            logger.log_figure("curve", figure, 1)
+            require(pyplot.fignum_exists(figure.number), "log_figure has closed the figure")
+        finally:
+            pyplot.close(figure)
+    logger.finalize("success")

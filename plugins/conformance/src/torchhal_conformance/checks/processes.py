@@ -47,7 +47,7 @@ GONE_WITHIN: Final = 30.0
 
 def two_processes(component: ComponentUnderTest) -> Strategy:
     """Return the strategy for two devices as a script gets it that no launcher has started."""
-    request = Request(accelerator=component.accelerator, strategy=component_argument(component), devices=2)
+    request = Request(accelerator=component.accelerator, strategy=component_argument(component, ""), devices=2)
     strategy: Strategy = resolve(request).build()
     return strategy
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import multiprocessing
 import os
 import re
@@ -72,15 +73,33 @@ def data() -> TensorDataset:
     return TensorDataset(x, (3 * x + 1) / 12)
 
 
-def component_argument(component: ComponentUnderTest) -> Any:
-    """Return the Trainer's argument for the component: its alias where that suffices, else an instance."""
+def folder_arguments(component: ComponentUnderTest, folder: str) -> dict[str, str]:
+    """Return the argument with which a logger writes below ``folder``; none where it takes none, or has one."""
+    is_free = "save_dir" not in component.arguments and _takes(component.cls, "save_dir")
+    return {"save_dir": folder} if is_free else {}
+
+
+def _takes(cls: type[Any], name: str) -> bool:
+    """Return whether a constructor has a parameter; one with ``**kwargs`` has those of the class's base too."""
+    for base in cls.__mro__:
+        if (own := vars(base).get("__init__")) is not None:
+            parameters = inspect.signature(own).parameters
+            if name in parameters or all(one.kind is not one.VAR_KEYWORD for one in parameters.values()):
+                return name in parameters
+    return False
+
+
+def component_argument(component: ComponentUnderTest, folder: str) -> Any:
+    """Return the Trainer's argument for the component: its alias where that suffices, else an instance.
+
+    A logger that is made by alias writes into the Trainer's folder, any other into ``folder``.
+    """
+    is_logger = component.kind == "logger"
     if not isinstance(component.target, str):
-        return component.create()
+        return component.create(**(folder_arguments(component, folder) if is_logger else {}))
     if not component.arguments:
         return component.target
-    if component.kind == "logger":  # whose folder the Trainer gives
-        return {component.target: dict(component.arguments)}
-    return component.create()
+    return {component.target: dict(component.arguments)} if is_logger else component.create()
 
 
 def trainer(rank: RankContext, **options: Any) -> Any:
@@ -94,7 +113,7 @@ def trainer_of(component: ComponentUnderTest, size: int, folder: str, **options:
     """Return a Trainer with the component for ``size`` processes, whoever starts them."""
     from torchhal import Trainer
 
-    kind, given = component.kind, component_argument(component)
+    kind, given = component.kind, component_argument(component, folder)
     devices, num_nodes = (1, size) if component.one_per_node else (size, 1)
     multi = kind != "strategy" or component.cls.multi_device
     arguments: dict[str, Any] = {
