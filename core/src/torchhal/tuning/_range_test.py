@@ -84,7 +84,7 @@ class RangeTest(Callback):
     def _record(self, trainer: Any) -> None:
         """Record the mean loss of a step's micro-batches."""
         losses, self._losses = self._losses, []
-        loss = mean_over_ranks(trainer.strategy, sum(losses) / len(losses) if losses else None)
+        loss = mean_over_ranks(trainer.strategy, self.loss_of_step(losses) if losses else None)
         is_stepped, self._step = trainer.global_step != self._step, trainer.global_step
         if loss is not None and not is_stepped:
             return  # the precision skipped the step
@@ -99,6 +99,10 @@ class RangeTest(Callback):
             self.rates.add(loss, smoothed)
         if self.rates.diverged or len(self.rates.lr) >= self.rates.num_steps:
             self.is_done = trainer.should_stop = True
+
+    def loss_of_step(self, losses: list[float]) -> float:
+        """Return the loss of an optimizer step from those of its micro-batches, of which there is one at least."""
+        return sum(losses) / len(losses)
 
     def smooth(self, loss: float) -> float:
         """Return the moving average with one more loss, without the weight of its beginning at 0."""

@@ -119,6 +119,9 @@ class RangeTest(tuning.RangeTest):
     def ratios(self, groups: list[dict[str, Any]]) -> list[float]:
         return [1.0] * len(groups)
 
+    def loss_of_step(self, losses: list[float]) -> float:
+        return losses[-1]  # as Lightning records it
+
     def smooth(self, loss: float) -> float:
         self.average = self.smoothing * self.average + (1 - self.smoothing) * loss
         return self.average / (1 - self.smoothing ** (len(self.rates.lr) + 2))
