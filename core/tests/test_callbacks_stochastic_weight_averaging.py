@@ -236,6 +236,16 @@ def test_returns_the_state_that_it_has_loaded():
     assert other.state_dict()["has_scheduler"] is callback.state_dict()["has_scheduler"] is True
 
 
+def test_a_state_that_lies():
+    callback = StochasticWeightAveraging(0.05, 2)
+    fit(callback)
+    before = callback.state_dict()
+    for name, value in (("has_scheduler", "no"), ("n_averaged", -1), ("latest_update_epoch", 0.5)):
+        with pytest.raises(ConfigurationError, match=f"'{name}' must be"):
+            callback.load_state_dict({**before, name: value})
+    assert callback.state_dict()["n_averaged"] == before["n_averaged"]
+
+
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR
 
-from torchhal._arguments import check_count, check_device
+from torchhal._arguments import check_bool, check_count, check_device
 from torchhal.errors import CheckpointMismatchError, ConfigurationError
 from torchhal.trainer._configure_optimizers import SchedulerConfig
 from torchhal.trainer._unknown_arguments import explain_unknown_arguments
@@ -225,8 +225,8 @@ class StochasticWeightAveraging(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         count = check_count("n_averaged", state_dict["n_averaged"], minimum=0)
         epoch = check_count("latest_update_epoch", state_dict["latest_update_epoch"], minimum=-1)
-        self._n_averaged, self._latest_update_epoch = count, epoch
-        self._has_scheduler = state_dict["has_scheduler"]
+        has_scheduler = check_bool("has_scheduler", state_dict["has_scheduler"])
+        self._n_averaged, self._latest_update_epoch, self._has_scheduler = count, epoch, has_scheduler
         self._parameters, self._average = dict(state_dict["average_model_state"]), None
 
 

@@ -6,10 +6,7 @@ import copy
 import functools
 import gc
 import os
-import pickle
-import random
 import signal
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,12 +15,14 @@ from typing import Any, Final
 
 import torch
 
+from torchhal import rng
+from torchhal.strategies import overrides
 from torchhal.trainer.callbacks import Callback
 from torchhal_conformance._assertions import raises, require, same
 from torchhal_conformance._check import check
 from torchhal_conformance._context import CheckContext
 from torchhal_conformance._rank_context import RankContext
-from torchhal_conformance.checks._process_state import process_state
+from torchhal_conformance.checks._process_state import drawn, process_state
 from torchhal_conformance.checks.callbacks import batches, model, trainer_with
 from torchhal_conformance.checks.trainer import loader, trainer
 
@@ -122,8 +121,7 @@ def only_looks(context: CheckContext) -> None:
     callback = context.create()
     losses: list[weakref.ref[Any]] = []
     for name in dir(Callback):
-        own = name in vars(callback) or getattr(type(callback), name, None) is not getattr(Callback, name)
-        if own and name.startswith(_WATCHED):
+        if name.startswith(_WATCHED) and overrides(callback, Callback, name):
             vars(callback)[name] = _watched(name, getattr(callback, name), losses)
     module = model()
     used = trainer_with(context, callback)
@@ -144,22 +142,14 @@ def _watched(name: str, hook: Callable[..., None], losses: list[weakref.ref[Any]
         if name == "on_before_backward":
             losses.append(weakref.ref(given[0]))
         looked_at = given if name.endswith(("_batch_start", "_batch_end")) else ()
-        expected, numbers, training = copy.deepcopy(looked_at), _generators(), module.training
+        expected, numbers, training = copy.deepcopy(looked_at), rng.collect_host(), module.training
         hook(trainer, module, *given, **options)
         same(f"the arguments of {name} after it", looked_at, expected)
-        same(f"the state of random numbers after {name}", _generators(), numbers)
+        generators = drawn(numbers, rng.collect_host())
+        require(not generators, f"{name} drew random numbers ({', '.join(generators)})")
         same(f"module.training after {name}", module.training, training)
 
     return compared
-
-
-def _generators() -> dict[str, Any]:
-    numpy = sys.modules.get("numpy")
-    return {
-        "torch": torch.get_rng_state(),
-        "random": hash(random.getstate()),
-        "numpy": b"" if numpy is None else pickle.dumps(numpy.random.get_state()),
-    }
 
 
 @check("CBK-13", since="0.2", needs=["device"], world_sizes=(2,), timeout=30, after=("CBK-05",))

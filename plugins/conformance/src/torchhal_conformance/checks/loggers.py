@@ -19,6 +19,7 @@ from torchhal_conformance._check import CheckFailed, check
 from torchhal_conformance._context import CheckContext
 from torchhal_conformance._rank_context import RankContext
 from torchhal_conformance.checks._logger_rows import make, require_recorded
+from torchhal_conformance.checks._process_state import drawn
 from torchhal_conformance.checks.logger_records import METRICS
 from torchhal_conformance.checks.trainer import BATCH, ThreeLayers, data, folder_arguments, loader, trainer
 
@@ -116,8 +117,8 @@ def no_side_effects(context: CheckContext) -> None:
         is_wrapped = any(one is not other for one, other in zip(after_first, (sys.stdout, sys.stderr), strict=True))
     finally:
         sys.stdout, sys.stderr = streams
-    drawn = [name for name, state in states.items() if not _same_state(state, before[name])]
-    require(not drawn, f"logging drew random numbers ({', '.join(drawn)})")
+    generators = drawn(before, states)
+    require(not generators, f"logging drew random numbers ({', '.join(generators)})")
     same("the folder of the process", os.getcwd(), folder)
     same("torch's default dtype", torch.get_default_dtype(), dtype)
     same("torch's threads", torch.get_num_threads(), threads)
@@ -129,16 +130,6 @@ def _one_call(logger: Any) -> None:
     logger.log_metrics(dict(METRICS), 0)
     logger.save()
     logger.finalize("success")
-
-
-def _same_state(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_same_state, one, other))
-    if hasattr(one, "tolist"):  # an array
-        return bool(one.tolist() == other.tolist())
-    return bool(one == other)
 
 
 @check("LOG-07", since="0.2", needs=["device"], after=("LOG-02", "LOG-03"))
