@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from torchhal import rng
 from torchhal.errors import ConfigurationError, LaunchError
 from torchhal.vendor_package import VendorPackage, restored_environ
 
@@ -52,6 +53,15 @@ def test_a_package_that_fits_is_checked_without_an_import_and_loaded(installed: 
     module = package.load()
     assert module is sys.modules["acme_sdk"] is package.load()
     assert module.driver.answers == 42
+
+
+def test_an_import_that_draws_random_numbers_changes_no_run(installed: Callable[..., None]) -> None:
+    installed("2.2", source="import random, numpy, torch\nrandom.random(), numpy.random.rand(), torch.rand(1)\n")
+    before = rng.collect_host()
+    acme().load()
+    after = rng.collect_host()
+    assert torch.equal(after.pop("torch"), before.pop("torch")) and after["python"] == before["python"]
+    assert after.get("numpy") == before.get("numpy", after.get("numpy"))
 
 
 def test_a_package_that_is_not_installed() -> None:

@@ -24,7 +24,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import metadata
 from types import ModuleType
 
@@ -141,6 +141,7 @@ class VendorPackage:
 
         An import that fails midway is not tried again: the next one would end in another error. The message is the same
         each time. A package that is missing may be installed meanwhile. SystemExit and KeyboardInterrupt pass through.
+        What an import in the main thread draws from the random numbers of a program is put back.
         """
         with self._lock:
             if self._import_failure:
@@ -149,7 +150,7 @@ class VendorPackage:
             if found is not None and (problem := self._version_problem(*found)):
                 raise self.error(problem)
             try:
-                with self.import_errors():
+                with self.import_errors(), self._random_numbers_kept():
                     module = importlib.import_module(self.module)
                     for name in self.submodules:
                         importlib.import_module(f"{self.module}.{name}")
@@ -158,6 +159,15 @@ class VendorPackage:
                     self._import_failure = str(error)
                 raise
             return module
+
+    def _random_numbers_kept(self) -> AbstractContextManager[None]:
+        """Return a context after which a run has the random numbers that it would have without this package."""
+        is_main = threading.current_thread() is threading.main_thread()  # which may draw while another one imports
+        if self.module in sys.modules or "torch" not in sys.modules or not is_main:
+            return nullcontext()
+        from torchhal.rng import host_generators_restored
+
+        return host_generators_restored()
 
     @contextmanager
     def import_errors(self) -> Iterator[None]:
