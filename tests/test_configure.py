@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ def commands(*, hydra: bool) -> list[str]:
 def run(folder: Path, lines: list[str]) -> str:
     write_files(blocks_of(PAGE), folder)
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TORCHHAL_")}
+    # A reader has activated the environment whose python runs this.
+    environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     done = run_command(["bash", "-ec", "\n".join(lines)], folder, environ, 400)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
