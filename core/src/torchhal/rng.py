@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "collect",
     "collect_host",
+    "drawn_between",
     "restore",
     "restore_host",
     "seed_everything",
@@ -82,6 +83,20 @@ def collect_host() -> dict[str, Any]:
         name, keys, position, has_gauss, cached = numpy.random.get_state()
         state["numpy"] = [name, [int(key) for key in keys], int(position), int(has_gauss), float(cached)]
     return state
+
+
+def drawn_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return the names of the generators that have drawn between two states of :func:`collect` or :func:`collect_host`.
+
+    Of one that was imported in between it isn't known.
+
+    .. versionadded:: 0.2
+    """
+
+    def is_same(one: Any, other: Any) -> bool:
+        return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+    return [name for name, state in before.items() if not is_same(state, after[name])]
 
 
 def restore(state: dict[str, Any], accelerator: Accelerator, device: torch.device) -> None:

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from torchhal import rng
 from torchhal.errors import ModelError
 from torchhal_parallel._fake_modules import modules_around
-from torchhal_parallel._forward_capture import drawn_between
 from torchhal_parallel._graph_capture import GraphCapture
 from torchhal_parallel._pipeline_split import check_trained, shared_or_unused_parameters, split_into_stages
 
@@ -80,7 +79,7 @@ def test_graph_draws_random_tensors():
     """What torch draws for tensors is drawn by the graph."""
     module, generators = Net(dropped), rng.collect_host()
     graph = follow(module)().graph
-    assert not drawn_between(generators, rng.collect_host()), "nor has what a layer draws for its shapes moved one"
+    assert not rng.drawn_between(generators, rng.collect_host()), "nor has what a layer draws for its shapes moved one"
     targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
     assert any("bernoulli" in name or "dropout" in name for name in targets) and any("rand" in name for name in targets)
     assert module.layers[0].calls == 0
@@ -102,7 +101,7 @@ def test_random_numbers_of_the_host_are_refused(draw, word):
     with pytest.raises(ModelError) as error:
         follow(module)()
     assert word in str(error.value) and "Net" in str(error.value)
-    assert not drawn_between(generators, rng.collect_host())
+    assert not rng.drawn_between(generators, rng.collect_host())
 
 
 def assign(name, value):

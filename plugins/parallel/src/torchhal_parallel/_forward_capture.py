@@ -123,7 +123,7 @@ class ForwardCapture:
 
     def drawn_from(self, generators: Mapping[str, Any]) -> list[str]:
         """Return the names of the generators that have moved since they were in that state."""
-        return drawn_between(generators, self.generators())
+        return rng.drawn_between(generators, self.generators())
 
     def _check_generators(self, name: str, generators: Mapping[str, Any]) -> None:
         if moved := self.drawn_from(generators):
@@ -141,11 +141,6 @@ class ForwardCapture:
                 "pipeline runs twice to learn what self is called with: change it after self(...), where a step runs "
                 "once for each microbatch, or in on_train_batch_start"
             )
-
-
-def drawn_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return the names of the generators that have moved between two states of all of them."""
-    return [kind for kind, state in before.items() if not _same(state, after[kind])]
 
 
 def returns_once(module: nn.Module, output: Any) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from torchhal.errors import ModelError
 from torchhal.pytree import map_tensors
 from torchhal_parallel._attribute_reads import AttributeReads
 from torchhal_parallel._fake_modules import FakeModules
-from torchhal_parallel._forward_capture import drawn_between, logging_by
+from torchhal_parallel._forward_capture import logging_by
 from torchhal_parallel._gradient_check import AutogradCalls, check_gradients
 from torchhal_parallel._graph_recorder import GraphRecorder, storage_id
 from torchhal_parallel._recorded_calls import is_mutable
@@ -113,7 +113,7 @@ class GraphCapture:
                     returned = forward(self.module, **arguments, **constants)
                 assigned = [own for held, key, own in modules.swaps if held.get(key) is not own]
                 reads.changed += [modules.attributes[id(own)] for own in assigned]
-            self._check_effects(reads, drawn_between(generators, rng.collect_host()))
+            self._check_effects(reads, rng.drawn_between(generators, rng.collect_host()))
         except ModelError:
             raise
         except Exception as error:

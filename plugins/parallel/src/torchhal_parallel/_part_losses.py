@@ -18,7 +18,7 @@ from torchhal import rng
 from torchhal.errors import ModelError
 from torchhal.pytree import map_tensors
 from torchhal_parallel._batch_loss import NO_MEAN, detached, is_narrow, leaf_of, other_mean, without_traces
-from torchhal_parallel._forward_capture import drawn_between, without_logging
+from torchhal_parallel._forward_capture import without_logging
 from torchhal_parallel._sample_independence import batch_norm_in_training
 from torchhal_parallel._scatter_gather import merge
 
@@ -150,7 +150,7 @@ class PartLosses:
         try:
             with without_traces(self.module, kept), without_logging(self.module), self._replayed(outputs_of_calls):
                 loss = _loss_in(step(self.batch, *rest))
-            drawn = drawn_between(generators, rng.collect(strategy.accelerator, device))
+            drawn = rng.drawn_between(generators, rng.collect(strategy.accelerator, device))
         except NotComparedError:
             raise
         except Exception as error:

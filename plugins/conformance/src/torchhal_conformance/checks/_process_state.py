@@ -1,12 +1,9 @@
-"""Read what a process has beside its memory and torch's switches: cores, folder, signal handlers, random numbers."""
+"""Read what a process has beside its memory and torch's switches: cores, working folder, signal handlers."""
 
 from __future__ import annotations
 
 import os
 import signal
-from typing import Any
-
-import torch
 
 
 def process_state() -> dict[str, str]:
@@ -18,13 +15,3 @@ def process_state() -> dict[str, str]:
         "its working folder": os.getcwd(),
         **{f"its handler of {name}": repr(signal.getsignal(number)) for name, number in handled.items()},
     }
-
-
-def drawn(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return the names of the generators that have drawn between two states of ``torchhal.rng.collect_host``."""
-
-    def is_same(one: Any, other: Any) -> bool:
-        return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
-
-    # one that isn't among those before was imported since
-    return [name for name, state in after.items() if name in before and not is_same(state, before[name])]

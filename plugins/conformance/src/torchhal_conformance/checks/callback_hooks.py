@@ -22,7 +22,7 @@ from torchhal_conformance._assertions import raises, require, same
 from torchhal_conformance._check import check
 from torchhal_conformance._context import CheckContext
 from torchhal_conformance._rank_context import RankContext
-from torchhal_conformance.checks._process_state import drawn, process_state
+from torchhal_conformance.checks._process_state import process_state
 from torchhal_conformance.checks.callbacks import batches, model, trainer_with
 from torchhal_conformance.checks.trainer import loader, trainer
 
@@ -145,7 +145,7 @@ def _watched(name: str, hook: Callable[..., None], losses: list[weakref.ref[Any]
         expected, numbers, training = copy.deepcopy(looked_at), rng.collect_host(), module.training
         hook(trainer, module, *given, **options)
         same(f"the arguments of {name} after it", looked_at, expected)
-        generators = drawn(numbers, rng.collect_host())
+        generators = rng.drawn_between(numbers, rng.collect_host())
         require(not generators, f"{name} drew random numbers ({', '.join(generators)})")
         same(f"module.training after {name}", module.training, training)
 

@@ -19,7 +19,6 @@ from torchhal_conformance._check import CheckFailed, check
 from torchhal_conformance._context import CheckContext
 from torchhal_conformance._rank_context import RankContext
 from torchhal_conformance.checks._logger_rows import make, require_recorded
-from torchhal_conformance.checks._process_state import drawn
 from torchhal_conformance.checks.logger_records import METRICS
 from torchhal_conformance.checks.trainer import BATCH, ThreeLayers, data, folder_arguments, loader, trainer
 
@@ -117,7 +116,7 @@ def no_side_effects(context: CheckContext) -> None:
         is_wrapped = any(one is not other for one, other in zip(after_first, (sys.stdout, sys.stderr), strict=True))
     finally:
         sys.stdout, sys.stderr = streams
-    generators = drawn(before, states)
+    generators = rng.drawn_between(before, states)
     require(not generators, f"logging drew random numbers ({', '.join(generators)})")
     same("the folder of the process", os.getcwd(), folder)
     same("torch's default dtype", torch.get_default_dtype(), dtype)
