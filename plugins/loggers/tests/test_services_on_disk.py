@@ -60,6 +60,8 @@ def history_of_swanlab(folder):
     ids, points = set(), []
     for path in sorted(folder.rglob("*.swanlab"), key=os.path.getmtime):
         ids.add(path.stem.removeprefix("run-"))
+        if not path.stat().st_size:  # the process was killed before SwanLab had written what it has in memory
+            continue
         reader = DataStoreReader()
         reader.open(str(path))
         for content in reader:
