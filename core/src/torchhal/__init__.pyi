@@ -8,6 +8,7 @@ from torchhal.plugin import hookimpl as hookimpl
 from torchhal.registry import plugins as plugins
 from torchhal.registry import register as register
 from torchhal.rng import seed_everything as seed_everything
+from torchhal.run import Run as Run
 from torchhal.trainer import Trainer as Trainer
 from torchhal.trainer.callbacks import BackboneFinetuning as BackboneFinetuning
 from torchhal.trainer.callbacks import BaseFinetuning as BaseFinetuning

@@ -41,9 +41,11 @@ def main(arguments: list[str]) -> None:
             process.write_stderr(f"{error.code}\n")
         if failures.amid_call:
             code = code or 1  # the others are still in the call
+            sys.last_value = error
         if code:
             failures.send_report(failures.Failure.from_exception(rank, error))
     except BaseException as error:
+        sys.last_value = error  # as the interpreter does, for exit handlers
         error.__traceback__ = failures.user_frames(error.__traceback__)
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
         if not isinstance(error, KeyboardInterrupt):

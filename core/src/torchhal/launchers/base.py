@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
+
+from torchhal.errors import LaunchError
 
 
 class Launcher(ABC):
@@ -44,3 +47,18 @@ class Launcher(ABC):
             LaunchError: a process could not be started.
             RankFailedError: a process failed; all others are gone when this is raised.
         """
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Return a context in which the calling process is a rank, as inside of :meth:`launch`; the others are started.
+
+        For a program that is no function. Its errors are to leave the context as they would leave the function.
+
+        Raises:
+            LaunchError: the ranks are other processes than the calling one.
+
+        .. versionadded:: 0.2
+        """
+        raise LaunchError(
+            f"launcher {self.name!r} starts processes that run a function, and a script goes on in this one: put what "
+            "is to run on every rank into a function, and call run.launch(function)"
+        )

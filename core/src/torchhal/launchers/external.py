@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 from torchhal.launchers.base import Launcher
@@ -16,6 +17,9 @@ class ExternalLauncher(Launcher):
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
+
+    def entered(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def __repr__(self) -> str:
         return "ExternalLauncher()"

@@ -63,16 +63,21 @@ class SubprocessScriptLauncher(Launcher):
         self.num_nodes = num_nodes
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.entered():
+            return function(*args, **kwargs)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
         if process.launched_by() is not None:
             self.environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
             failures.mark_call(entered=True)
             try:
-                result = function(*args, **kwargs)
+                yield
             except Exception:
                 failures.mark_call(entered=False)  # its report has the details; an exit inside a call stays marked
                 raise
             failures.mark_call(entered=False)
-            return result
+            return
         launched = self._start_or_find()
         children = launched.children
         children.check()
@@ -85,7 +90,7 @@ class SubprocessScriptLauncher(Launcher):
             )
         try:
             with children.inside():
-                result = function(*args, **kwargs)
+                yield
         except BaseException as error:
             cause, stop_signal = children.failure, None
             if isinstance(error, DistributedError) or failures.is_transport_error(error):
@@ -104,7 +109,6 @@ class SubprocessScriptLauncher(Launcher):
                 raise
             raise cause.error() from error
         children.check()
-        return result
 
     def _grace(self, error: BaseException) -> float:
         """Return how long the others may take to end by themselves after ``error``."""

@@ -4,6 +4,7 @@ from torchhal._overrides import overrides
 from torchhal.strategies._forward_through import forward_through
 from torchhal.strategies._replica_consistency import check_frequencies, check_lookups, find_difference
 from torchhal.strategies._step_result import StepResult
+from torchhal.strategies._steps import around_call
 from torchhal.strategies.base import Strategy
 from torchhal.strategies.ddp import DDPStrategy
 from torchhal.strategies.parallel import PARALLEL_ARGUMENTS, ParallelStrategy
@@ -16,6 +17,7 @@ __all__ = [
     "SingleDeviceStrategy",
     "StepResult",
     "Strategy",
+    "around_call",
     "check_frequencies",
     "check_lookups",
     "find_difference",

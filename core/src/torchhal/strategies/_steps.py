@@ -21,6 +21,25 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 """Names of the step methods of a module."""
 
 
+def around_call(
+    function: Callable[..., Any], wrap: Callable[[Callable[[Any], Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Return ``function`` inside what ``wrap`` puts around a step, whose batch is ``(args, kwargs)`` of the call.
+
+    Args:
+        function: takes any arguments.
+        wrap: takes a step of one argument, and returns it with more around it, or unchanged.
+
+    .. versionadded:: 0.2
+    """
+
+    def packed(given: Any) -> Any:
+        return function(*given[0], **given[1])
+
+    step = wrap(packed)
+    return function if step is packed else lambda *args, **kwargs: step((args, kwargs))
+
+
 class StrategySteps(StrategyCommunication):
     """The steps of the loops: forward, backward, gradient clipping and the optimizer step."""
 
@@ -74,6 +93,36 @@ class StrategySteps(StrategyCommunication):
         if name != "training_step" or not self.model_is_connected or not automatic:
             return step
         return forward_through(self, self.module, step)
+
+    def module_call(self, forward: Callable[..., Any], *, training: bool) -> Callable[..., Any]:
+        """Return ``forward`` as a loop of the user's own may call it at any place, with what a step has around it.
+
+        :class:`torchhal.Run` calls models through it, once per set-up and mode; afterwards come :meth:`backward` and
+        :meth:`optimizer_step`. A class that overrides :meth:`module_step` or :meth:`step_function` overrides this
+        method too, or its models are trained by ``run.forward_backward`` alone.
+
+        Args:
+            forward: the forward of :attr:`module`, or of a part of it.
+            training: whether a backward may follow.
+
+        Checks: STR-101.
+
+        .. versionadded:: 0.2
+        """
+        if not training or not self.model_is_connected or not getattr(self.module, "automatic_optimization", True):
+            return forward
+        return around_call(forward, lambda call: forward_through(self, self.module, call))
+
+    def forward_function(self, forward: Callable[..., Any], *, training: bool) -> Callable[..., Any]:
+        """Return :meth:`module_call` of ``forward`` under the precision: inputs converted, context entered, and so on.
+
+        Args:
+            forward: takes any arguments.
+            training: whether a backward may follow.
+
+        .. versionadded:: 0.2
+        """
+        return around_call(self.module_call(forward, training=training), self.with_precision)
 
     def with_precision(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function`` under the precision: input converted, forward context entered, output converted.

@@ -99,6 +99,14 @@ class Strategy(Composable, CarriedPrecisions, StrategyHooks, StrategySteps, Stra
     Checks: STR-94.
     """
 
+    needs_trainer: ClassVar[str] = ""
+    """Why only the Trainer can drive this strategy; "" where a loop of the user's own can, with :class:`torchhal.Run`.
+
+    A sentence's end that follows "strategy 'x' ", such as ``"starts its replicas in the Trainer's epochs"``.
+
+    .. versionadded:: 0.2
+    """
+
     steps_per_batch: int | None = None
     """Number of optimizer steps per batch of the training loader, known after :meth:`setup_model`.
 

@@ -20,6 +20,7 @@ from torchhal.strategies._comm_hook_state import registered_state
 from torchhal.strategies._ddp_state import DDPState
 from torchhal.strategies._forward_through import forward_through
 from torchhal.strategies._sparse_gradients import MISSING, copy_sparse_gradients, names_of_unused, sparse_weights
+from torchhal.strategies._steps import around_call
 from torchhal.strategies.parallel import PARALLEL_ARGUMENTS
 
 _requires_grad = attrgetter("requires_grad")
@@ -227,6 +228,11 @@ class DDPStrategy(DDPState):
         if name != "training_step" or not self.automatic_optimization:
             return super().module_step(name)
         return self.through_wrapper(getattr(self.module, name))
+
+    def module_call(self, forward: Callable[..., Any], *, training: bool) -> Callable[..., Any]:
+        if not training or not self.automatic_optimization:
+            return super().module_call(forward, training=training)
+        return around_call(forward, self.through_wrapper)
 
     def through_wrapper(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``step`` of the module as the forward of a wrapper that averages what is trained when called."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from torchhal.distributed import collectives
 from torchhal.errors import ConfigurationError, DistributedError
+from torchhal.strategies._steps import around_call
 from torchhal.strategies.parallel import ParallelStrategy
 
 __all__ = ["GradientAveragingStrategy"]
@@ -66,7 +67,14 @@ class GradientAveragingStrategy(ParallelStrategy):
 
     def module_step(self, name: str) -> Callable[..., Any]:
         step = super().module_step(name)
-        if name != "training_step" or self.world_size == 1 or not self.automatic_optimization:
+        return self._with_buffers(step) if name == "training_step" else step
+
+    def module_call(self, forward: Callable[..., Any], *, training: bool) -> Callable[..., Any]:
+        call = super().module_call(forward, training=training)
+        return around_call(call, self._with_buffers) if training else call
+
+    def _with_buffers(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        if self.world_size == 1 or not self.automatic_optimization:
             return step
 
         def with_buffers(*args: Any) -> Any:

@@ -32,6 +32,7 @@ from torchhal.strategies._process_group import (
     set_default_backend,
 )
 from torchhal.strategies._replica_consistency import check_frequencies, check_lookups, find_difference
+from torchhal.strategies._steps import around_call
 from torchhal.strategies.base import Strategy
 
 START_METHODS = ("subprocess", "spawn", "fork", "forkserver")
@@ -482,6 +483,11 @@ class ParallelStrategy(Strategy):
         if not self.automatic_optimization:
             return step  # each manual_backward averages explicitly: its backward passes run inside the step
         return forward_through(self, self.module, step)
+
+    def module_call(self, forward: Callable[..., Any], *, training: bool) -> Callable[..., Any]:
+        if not training or self.model is self.module or not self.automatic_optimization:
+            return forward
+        return around_call(forward, lambda call: forward_through(self, self.module, call))
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         self.backward(loss, *args, **kwargs)

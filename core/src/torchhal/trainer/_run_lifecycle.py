@@ -6,8 +6,8 @@ import itertools
 import logging
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torchhal import rng
@@ -48,6 +48,16 @@ from torchhal.trainer.run import Run
 _log = logging.getLogger("torchhal")
 
 
+class Execution:
+    """One call of the Trainer, or a loop of the user's own, while it runs.
+
+    Attributes:
+        result: of the call; what its body sets.
+    """
+
+    result: Any = None
+
+
 def execute(
     run: Run, loop: FitLoop, fn: str, ckpt_path: Any, *, to_message: Callable[[Any], dict[str, Any]] | None = None
 ) -> Any:
@@ -63,6 +73,28 @@ def execute(
     Returns:
         The call's result, or what ``to_message`` made of it.
     """
+    with executing(run, loop, fn, ckpt_path, to_message=to_message) as execution:
+        execution.result = run_stage(run, loop, fn)
+    return execution.result
+
+
+@contextmanager
+def executing(
+    run: Run, loop: FitLoop, fn: str, ckpt_path: Any, *, to_message: Callable[[Any], dict[str, Any]] | None = None
+) -> Iterator[Execution]:
+    """Return the context of one call, in which its loops run: set up before, torn down after, whatever ends it.
+
+    Args:
+        run: the state that the call works on.
+        loop: the fit loop, which has the evaluation loop.
+        fn: fit, validate, test or predict.
+        ckpt_path: a path, "last", "best" or None.
+        to_message: turns the result into a worker's message to the calling process, before the ranks part.
+
+    Raises:
+        SystemExit, KeyboardInterrupt: a signal has stopped the body, by :class:`.StopOnSignal`, or the set-up.
+    """
+    execution = Execution()
     run.state = TrainerState(fn, "train" if fn == "fit" else fn, "running")
     restore_flags = save_torch_flags()
     asked_accumulation = run.accumulate_grad_batches
@@ -103,7 +135,7 @@ def execute(
                     on_refusal.pop_all()
                 if signals.received is not None:
                     ask(signals.received)  # a scheduler's warning, perhaps before the rendezvous
-                result = run_stage(run, loop, fn)
+                yield execution
             except StopRequested as stop:
                 # the other ranks may be elsewhere, and there is nothing to save
                 rendezvous.announce_stop(stop.signum)
@@ -124,11 +156,11 @@ def execute(
             run.state.status = "finished"
             run.finalize_loggers("success")
             if fn == "fit":
-                run.end_reason = loop.stop.reason()
+                run.end_reason = "its loop has ended" if run.by_hand else loop.stop.reason()
                 status_lines.announce_end(run, run.end_reason)
             record.end()
             if to_message is not None:
-                result = to_message(result)
+                execution.result = to_message(execution.result)
             else:
                 run.strategy.restore_module()
         failed = False
@@ -165,7 +197,6 @@ def execute(
             _log.exception("the tear-down failed too")  # the first error is raised
     if signals.received is not None:  # too late to stop the run: the signal is meant for the whole program
         raise exit_for_signal(signals.received, agreed=True)
-    return result
 
 
 def choose_log_folders(run: Run, fn: str) -> None:
@@ -302,7 +333,7 @@ def set_up(run: Run, loop: FitLoop, fn: str, ckpt_path: Any, on_refusal: ExitSta
 
 
 def add_model_callbacks(run: Run) -> None:
-    if not implements(run.module, "configure_callbacks"):
+    if run.by_hand or not implements(run.module, "configure_callbacks"):
         return
     if run.sources.callbacks_asked_of is run.module:
         return  # those of its last call, which hold the best checkpoint
@@ -330,6 +361,10 @@ def log_hyperparams(run: Run) -> None:
 
 
 def load_fit_data(run: Run, loop: FitLoop) -> None:
+    if run.by_hand:
+        if run.sources.train is not None:
+            load_training_data(run)
+        return
     data = load_training_data(run)  # estimated_stepping_batches may have needed it already
     run.sources.validation_data = load_validation_data(run)
     loop.validations.interval(data.length)  # raises now, not in the first epoch that validates

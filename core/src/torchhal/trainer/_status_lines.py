@@ -14,7 +14,7 @@ def announce_start(run: Run, fn: str) -> None:
     parts = describe_parts(run)
     if fn == "fit" or parts not in run.said:
         run.said.add(parts)
-        run.announce(f"{fn} with {parts}")
+        run.announce(f"{_name(run, fn)} with {parts}")
 
 
 def describe_parts(run: Run) -> str:
@@ -36,10 +36,10 @@ def announce_checkpoint(run: Run, fn: str, checkpoint: Mapping[str, Any]) -> Non
     path, loop = run.ckpt_path, run.progress
     if fn == "fit":
         batch = f", batch {loop.batches_done}" if loop.batches_done else ""
-        run.announce(f"fit continues from {path!r}: epoch {loop.epoch}{batch}, step {loop.global_step}")
+        run.announce(f"{_name(run, fn)} continues from {path!r}: epoch {loop.epoch}{batch}, step {loop.global_step}")
     else:
         where = f"epoch {checkpoint.get('epoch')}, step {checkpoint.get('global_step')}"
-        run.announce(f"{fn} uses the weights of {path!r}: {where}")
+        run.announce(f"{_name(run, fn)} uses the weights of {path!r}: {where}")
 
 
 def announce_end(run: Run, why: str) -> None:
@@ -51,4 +51,8 @@ def announce_end(run: Run, why: str) -> None:
         if callback.best_model_path:
             kept.append(f"{'newest' if callback.monitor is None else 'best'} checkpoint {callback.best_model_path!r}")
             break
-    run.announce(f"fit ended at step {run.global_step}: {'; '.join([why, *kept])}")
+    run.announce(f"{_name(run, 'fit')} ended at step {run.global_step}: {'; '.join([why, *kept])}")
+
+
+def _name(run: Run, fn: str) -> str:
+    return "run" if run.by_hand else fn

@@ -73,7 +73,7 @@ def log_stop(run: Run, fn: str, signum: int, *, begun: bool = True, left: int | 
         where = f"; saved {saved[0]}, continue with ckpt_path='last'"
     name = signal.Signals(signum).name
     at = f"at step {run.global_step}{where}" if begun else "before it began"
-    run.print(f"torchhal: {fn} stopped on {name} {at}", file=sys.stderr)
+    run.print(f"torchhal: {'run' if run.by_hand else fn} stopped on {name} {at}", file=sys.stderr)
 
 
 def set_hang_folder(run: Run, folder: str) -> None:

@@ -63,6 +63,7 @@ class Run(RunSettings, RunOutput):
         end_reason: why the latest fit that was completed has ended.
         profiling: what measures the present fit; None without a profiler.
         unused: the plan with copies of the strategy and the precision from before the first run, for trials; else None.
+        by_hand: True for a run that a loop of the user's own drives: the model's hooks are not called.
         is_trial: True for a run that tries out a setting in ranks that are started already: it announces nothing but,
             in one line, that a signal has stopped the search; and running out of memory in it is a finding rather than
             a failure to print.
@@ -105,6 +106,7 @@ class Run(RunSettings, RunOutput):
         self.profiling: Any = None  # a FitProfiling, which imports this module
         self.unused: Plan | None = None
         self.is_trial = False
+        self.by_hand = False
         self._trainer: Any = None
 
     def compose(self, plan: Plan) -> None:

@@ -19,7 +19,7 @@ from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.plugin import Availability
 from torchhal.precision import Precision
 from torchhal.pytree import map_tensors
-from torchhal.strategies import ParallelStrategy
+from torchhal.strategies import ParallelStrategy, around_call
 from torchhal.vendor_package import availability_from
 from torchhal_bagua import _algorithms as algorithms
 from torchhal_bagua import _compatibility as compatibility
@@ -256,7 +256,13 @@ class BaguaStrategy(ParallelStrategy):
 
     def module_step(self, name: str) -> Callable[..., Any]:
         step: Callable[..., Any] = getattr(self.module, name)
-        if name != "training_step" or self._wrapped is None:
+        return self._through_wrapped(step) if name == "training_step" else step
+
+    def module_call(self, forward: Callable[..., Any], *, training: bool) -> Callable[..., Any]:
+        return around_call(forward, self._through_wrapped) if training else forward
+
+    def _through_wrapped(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        if self._wrapped is None:
             return step
 
         def call(*args: Any) -> Any:

@@ -21,7 +21,7 @@ from torchhal.errors import CheckpointError, ConfigurationError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.plugin import Availability
 from torchhal.precision import MixedPrecision, Precision, cast_tensors
-from torchhal.strategies import PARALLEL_ARGUMENTS, StepResult
+from torchhal.strategies import PARALLEL_ARGUMENTS, StepResult, around_call
 from torchhal_deepspeed import _compatibility as compatibility
 from torchhal_deepspeed import _config as settings
 from torchhal_deepspeed import _sdk as sdk
@@ -133,11 +133,20 @@ class DeepSpeedStrategy(DeepSpeedEngineBase):
         step: Callable[..., Any] = getattr(self.module, name)
         if self.engine is None:
             return step
-        engine = self.engine
         if name == "training_step" and not getattr(self.module, "automatic_optimization", True):
-            return manual_step(engine, self.module, step)
+            return manual_step(self.engine, self.module, step)
+        return self._in_engine(step, training=name == "training_step")
+
+    def module_call(self, forward: Callable[..., Any], *, training: bool) -> Callable[..., Any]:
+        if self.engine is None:
+            return forward
+        return around_call(forward, lambda step: self._in_engine(step, training=training))
+
+    def _in_engine(self, step: Callable[..., Any], *, training: bool) -> Callable[..., Any]:
+        assert self.module is not None
+        engine = self.engine
         buffers = [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
-        if name != "training_step" or not buffers or self.world_size == 1:
+        if not training or not buffers or self.world_size == 1:
             return lambda *args: engine(step, *args)
 
         def with_buffers(*args: Any) -> Any:

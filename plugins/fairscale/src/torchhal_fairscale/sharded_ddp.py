@@ -14,7 +14,7 @@ from torchhal.capabilities import LOSS_SCALING
 from torchhal.distributed import collectives
 from torchhal.errors import ModelError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
-from torchhal.strategies import StepResult
+from torchhal.strategies import StepResult, around_call
 from torchhal.strategies.gradient_averaging import GradientAveragingStrategy
 from torchhal.strategies.model_checks import check_dense_gradients
 from torchhal.strategies.sharded_optimizers import largest_share
@@ -104,7 +104,14 @@ class FairscaleSDPStrategy(OSSBase, GradientAveragingStrategy):
 
     def module_step(self, name: str) -> Callable[..., Any]:
         step = super().module_step(name)
-        if name != "training_step" or self._reduction is None:
+        return self._following(step) if name == "training_step" else step
+
+    def module_call(self, forward: Callable[..., Any], *, training: bool) -> Callable[..., Any]:
+        call = super().module_call(forward, training=training)
+        return around_call(call, self._following) if training else call
+
+    def _following(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        if self._reduction is None:
             return step
 
         def of_what_is_trained(*args: Any) -> Any:

@@ -30,7 +30,7 @@ from torchhal.errors import (
 )
 from torchhal.plugin import Availability
 from torchhal.precision import Precision
-from torchhal.strategies import SingleDeviceStrategy, StepResult, Strategy
+from torchhal.strategies import SingleDeviceStrategy, StepResult, Strategy, around_call
 from torchhal.trainer.logging import batch_size_of
 from torchhal.vendor_package import availability_from
 from torchhal_hivemind import _config as settings
@@ -260,6 +260,14 @@ class HivemindStrategy(SingleDeviceStrategy):
             return function
         if self.trainer is None:  # a loop by hand, which calls no hooks
             self._join()
+        return self._counting(function)
+
+    def module_call(self, forward: Callable[..., Any], *, training: bool) -> Callable[..., Any]:
+        call = super().module_call(forward, training=training)
+        return around_call(call, self._counting) if training and self._collaboration is not None else call
+
+    def _counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` with its batch's samples counted, which the collaboration adds up."""
         fixed = self.settings.batch_size
 
         def step(batch: Any, *rest: Any) -> Any:

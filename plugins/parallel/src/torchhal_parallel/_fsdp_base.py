@@ -24,6 +24,7 @@ from torchhal_parallel._fsdp_units import (
     called_submodules,
     check_scaled,
     check_shardable,
+    is_called_in_parts,
     kept_whole,
 )
 from torchhal_parallel._inner_backward import InnerBackward
@@ -148,11 +149,11 @@ class FullyShardedStrategy(ShardedStrategy):
 
         None: the whole model is one root, and :attr:`model` is what runs the steps inside its hooks. The parts of one
         that optimizes by hand are roots of their own: its backward passes run inside the step, which no hook could be
-        around.
+        around. So are the models of a :class:`torchhal.Run`, each of which its loop calls by itself.
         """
         assert self.module is not None and self._objects is not None
         alias = self.alias or "fsdp"
-        if roots is None and getattr(self.module, "automatic_optimization", True):
+        if roots is None and not is_called_in_parts(self.module):
             self.model = self._runner = StepRunner(self.module)
             roots = [self._runner]
         elif roots is None:
@@ -406,7 +407,7 @@ class FullyShardedStrategy(ShardedStrategy):
 
     def names_kept_whole(self, module: nn.Module) -> Collection[str]:
         """Return names of the parameters that no rank has a part of, but all of them whole."""
-        roots = [module] if getattr(module, "automatic_optimization", True) else called_submodules(module)
+        roots = called_submodules(module) if is_called_in_parts(module) else [module]
         return kept_whole(module, self._units_in(module, roots), roots)
 
     def gathered_memory(

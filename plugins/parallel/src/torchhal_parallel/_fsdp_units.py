@@ -40,6 +40,11 @@ def check_shardable(module: nn.Module, alias: str) -> None:
             )
 
 
+def is_called_in_parts(module: nn.Module) -> bool:
+    """Return whether the parts of ``module`` are called one by one, rather than by its own forward or step."""
+    return not getattr(module, "automatic_optimization", True) or getattr(module, "called_in_parts", False)
+
+
 def called_submodules(module: nn.Module) -> list[nn.Module]:
     """Return the outermost submodules that are called and have parameters: containers aren't, their elements are."""
     parts: list[nn.Module] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NoReturn
 
 from torchhal.errors import ModelError
 from torchhal_parallel._remote_tensor import INSTEAD, RemoteWriteError
@@ -37,3 +38,19 @@ def explained_in_pipeline(model: str) -> Iterator[None]:
         if (found := explain_in_pipeline(error, model)) is None:
             raise
         raise found from error
+
+
+def refuse_call(module: Any, alias: str, *args: Any, **kwargs: Any) -> NoReturn:
+    """Raise the error for a call of a model whose stages are on several ranks, outside of a step.
+
+    Args:
+        module: the user's model.
+        alias: of the strategy.
+        *args: of the call.
+        **kwargs: of the call.
+    """
+    raise ModelError(
+        f"strategy {alias!r} runs the stages of {type(module).__name__} on several ranks, forward and backward "
+        "interleaved: train by run.forward_backward(function, batch), and evaluate by run.forward(function, batch), "
+        "where function(batch) calls the model"
+    )

@@ -16,7 +16,7 @@ from torchhal.checkpoint import read
 from torchhal.distributed import collectives
 from torchhal.errors import ModelError, TorchhalError
 from torchhal.precision import dense_gradient
-from torchhal.strategies import ParallelStrategy, forward_through
+from torchhal.strategies import ParallelStrategy, around_call, forward_through
 from torchhal_parallel._dtensor_layout import (
     clip_grads_with_norm_,
     full_tensor,
@@ -287,6 +287,11 @@ class ShardedStrategy(ParallelStrategy):
             if self.model_is_connected:
                 return self._through_connected(step)
         return step if self._runner is None else lambda *args: self._runner(step, *args)  # type: ignore[misc]
+
+    def module_call(self, forward: Callable[..., Any], *, training: bool) -> Callable[..., Any]:
+        if training and self.model_is_connected and self.automatic_optimization:
+            return around_call(forward, self._through_connected)
+        return forward  # that of a sharded model runs inside its hooks wherever it is called
 
     def _through_connected(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``step`` as run by the module that the precision's ``connect`` has put around the model."""

@@ -16,7 +16,14 @@ from torchhal.composition import Composition
 from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError, message_of
 from torchhal.pytree import move_to_device
-from torchhal.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, check_frequencies, check_lookups
+from torchhal.strategies import (
+    DDPStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+    around_call,
+    check_frequencies,
+    check_lookups,
+)
 from torchhal.trainer.logging import batch_size_of
 from torchhal_parallel._microbatch_logging import merged_log
 from torchhal_parallel._part_losses import NotComparedError, PartLosses, is_compiled
@@ -301,6 +308,9 @@ class DataParallelStrategy(BatchSplitStrategy, SingleDeviceStrategy):
     def module_step(self, name: str) -> Callable[..., Any]:
         return self.in_parts(super().module_step(name), name)
 
+    def module_call(self, forward: Callable[..., Any], *, training: bool) -> Callable[..., Any]:
+        return around_call(super().module_call(forward, training=training), lambda step: self.in_parts(step, "forward"))
+
 
 class DDP2Strategy(BatchSplitStrategy, DDPStrategy):
     """One process per node, which divides its batches among the node's devices; gradients are averaged over nodes.
@@ -330,6 +340,12 @@ class DDP2Strategy(BatchSplitStrategy, DDPStrategy):
                 self._in_step = False
 
         return through if self.trainer is not None else call
+
+    def module_call(self, forward: Callable[..., Any], *, training: bool) -> Callable[..., Any]:
+        call = around_call(forward, lambda step: self.in_parts(step, "forward"))
+        if not training or not self.automatic_optimization:
+            return call
+        return around_call(call, self.through_wrapper)
 
 
 def _checked(split: Split | None) -> Split | None:

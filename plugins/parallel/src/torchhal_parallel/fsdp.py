@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchhal.composition import Composition
 from torchhal.distributed import collectives
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
-from torchhal.strategies import check_lookups
+from torchhal.strategies import around_call, check_lookups
 from torchhal_parallel._fsdp_base import FullyShardedStrategy
 from torchhal_parallel._fsdp_units import check_torch
 from torchhal_parallel._materialize import materialize, tensors_on_meta
@@ -120,6 +120,12 @@ class FSDPStrategy(FullyShardedStrategy):
             step = self.watch_step(step)
             return step if self._runner is None else self.with_buffers(step)
         return step if self._runner is None else self.then_sharded(step)
+
+    def module_call(self, forward: Callable[..., Any], *, training: bool) -> Callable[..., Any]:
+        call = super().module_call(forward, training=training)
+        if training:
+            return around_call(call, lambda step: self.with_buffers(self.watch_step(step)))
+        return around_call(call, self.then_sharded)
 
     # -- memory ----------------------------------------------------------------------------------------------
 

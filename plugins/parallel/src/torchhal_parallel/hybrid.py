@@ -17,7 +17,7 @@ from torchhal.errors import (
     message_of,
 )
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
-from torchhal.strategies import StepResult, Strategy, check_frequencies
+from torchhal.strategies import StepResult, Strategy, around_call, check_frequencies
 from torchhal.strategies.sharded_optimizers import OptimizerTrials, with_parameters
 from torchhal_parallel._device_mesh import (
     ParallelDims,
@@ -43,7 +43,7 @@ from torchhal_parallel._pipeline_compatibility import (
     parameter_hook_error,
     synchronized_batchnorm_error,
 )
-from torchhal_parallel._pipeline_errors import explain_in_pipeline
+from torchhal_parallel._pipeline_errors import explain_in_pipeline, refuse_call
 from torchhal_parallel._pipeline_schedule import check_schedule, check_schedule_name, check_schedules_of_torch
 from torchhal_parallel._pipeline_split import (
     check_points_form,
@@ -299,6 +299,19 @@ class HybridStrategy(FullyShardedStrategy):
             step = self.watch_step(step)
             return step if self._batch_group is None else self.with_buffers(step)
         return self.then_sharded(step) if self.sizes["shard"] > 1 else step
+
+    def module_call(self, forward: Callable[..., Any], *, training: bool) -> Callable[..., Any]:
+        if self.pipe is not None:
+            return partial(refuse_call, self.module, self.alias or "hybrid")
+        call = super().module_call(forward, training=training)
+        if self._partial_output_check is not None:
+            call = self._partial_output_check.watched(call, f"what the forward of {type(self.module).__name__} gives")
+        if training:
+            whole = self._batch_group is None
+            return around_call(
+                call, lambda step: self.watch_step(step) if whole else self.with_buffers(self.watch_step(step))
+            )
+        return around_call(call, self.then_sharded) if self.sizes["shard"] > 1 else call
 
     def carry_hooks(self, hooks: Mapping[int, Any], parameter: nn.Parameter) -> None:
         if self.pipe is not None and self._units:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
@@ -186,6 +186,10 @@ class TorchFTStrategy(SingleDeviceStrategy):
         return distribute(loader, training=True, seed=_SEED, **share)
 
     # -- steps -----------------------------------------------------------------------------------------------
+
+    needs_trainer: ClassVar[str] = (
+        "lets a replica group that has fallen behind take another position in the data, which its loops move to"
+    )
 
     def step_function(self, name: str) -> Callable[..., Any]:
         function = super().step_function(name)

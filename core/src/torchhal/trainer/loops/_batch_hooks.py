@@ -54,7 +54,7 @@ def train_batch_end(run: Run) -> Callable[[Any, Any, int], None] | None:
     call = _in_turn(hooks, _strategy_hook(run.strategy, END))
     if call is None:
         return None
-    return lambda output, batch, batch_idx: call(_without_graph(output), batch, batch_idx)
+    return lambda output, batch, batch_idx: call(without_graph(output), batch, batch_idx)
 
 
 def evaluation_batch_hooks(run: Run, stage: str, word: str) -> tuple[Callable[..., None] | None, ...]:
@@ -96,8 +96,8 @@ def _in_turn(first: Callable[..., None] | None, second: Callable[..., None] | No
     return both
 
 
-def _without_graph(output: Any) -> Any:
-    """Return what ``training_step`` returned without its graph, so that a hook can keep it."""
+def without_graph(output: Any) -> Any:
+    """Return what a step returned without its graph, so that it can be kept."""
     if type(output) is torch.Tensor:
         return output.detach()
     return map_tensors(

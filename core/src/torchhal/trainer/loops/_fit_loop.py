@@ -119,7 +119,7 @@ class FitLoop(RunPart[Run]):
             run.phases.start_train()
         self.validations.start_clock()
         if not self.progress.batches_done:
-            self._restore_rng()
+            self.restore_generators()
         while not self.stop.is_done():
             try:
                 self._run_epoch()
@@ -131,7 +131,8 @@ class FitLoop(RunPart[Run]):
         if signum is not None and signum > 0:
             raise StopOnSignal(signum)
 
-    def _restore_rng(self) -> None:
+    def restore_generators(self) -> None:
+        """Restore the generators of the checkpoint that the fit continues from, once."""
         generators, self.progress.generators = self.progress.generators, None
         if generators is not None:
             rng.restore(generators, self.run.strategy.accelerator, self.run.strategy.root_device)
@@ -150,7 +151,7 @@ class FitLoop(RunPart[Run]):
                 self.progress.data.position(), rng.collect(run.strategy.accelerator, run.strategy.root_device)
             )
 
-    def _batches(self) -> Iterator[Any]:
+    def remaining_batches(self) -> Iterator[Any]:
         """Return an iterator over the batches of the epoch that are left."""
         assert self.progress.data is not None
         position, self.progress.data_position = self.progress.data_position, None
@@ -160,7 +161,9 @@ class FitLoop(RunPart[Run]):
                 self.progress.data.restore_generators(position["generators"])
             return self.progress.data.epoch(self.progress.epoch)
         position = position or self.progress.data.position()
-        return self.progress.data.resume(self.progress.epoch, self.progress.batches_done, position, self._restore_rng)
+        return self.progress.data.resume(
+            self.progress.epoch, self.progress.batches_done, position, self.restore_generators
+        )
 
     def _reloads_data(self) -> bool:
         """Return whether this epoch begins by getting its loaders again."""
@@ -182,10 +185,10 @@ class FitLoop(RunPart[Run]):
         length = data.length
         if resuming and self.validations.is_due(length):
             # the run that wrote the checkpoint stopped between the batch and its validation
-            self._restore_rng()
+            self.restore_generators()
             self._validate()
             self.progress.generators = rng.collect(run.strategy.accelerator, run.strategy.root_device)
-        batches = self._batches()
+        batches = self.remaining_batches()
         self._got_batch = False
         stopped = False
         try:

@@ -1,0 +1,265 @@
+"""Carry out a loop's calls of models, optimizers and schedulers through the strategy of its run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from torchhal.errors import ConfigurationError, ModelError
+from torchhal.precision.base import needs_closure
+from torchhal.run._batches import TrainingBatches
+from torchhal.run._models import FunctionSteps
+from torchhal.run._routes import Route, Routes
+from torchhal.run._run_trainer import RunTrainer, refusal_of_calls
+from torchhal.run._setup_objects import SetupObjects
+from torchhal.strategies import StepResult, Strategy, overrides
+from torchhal.trainer.loops import extract_loss
+from torchhal.trainer.loops._batch_hooks import without_graph
+
+
+class Calls:
+    """The calls of one run, from its set-up to its end.
+
+    A model's ``forward``, an optimizer's ``step`` and ``zero_grad`` and a scheduler's ``step`` are routed here, on the
+    user's own objects.
+
+    Args:
+        trainer: whose run is set up.
+        found: the user's objects.
+        batches: which batch is in hand.
+
+    Attributes:
+        evaluating: whether the loop is in an evaluation's batches.
+    """
+
+    def __init__(self, trainer: RunTrainer, found: SetupObjects, batches: TrainingBatches) -> None:
+        run = trainer._run
+        self._strategy: Strategy = run.strategy
+        self._progress = run.progress
+        self._batches = batches
+        self._module = run.module
+        self._features = frozenset(self._strategy.features)
+        self._alone = run.world_size == 1
+        self._automatic = bool(getattr(run.module, "automatic_optimization", True))
+        self._trains = bool(found.optimizers)
+        self._refusal = refusal_of_calls(self._strategy)
+        self._scales = "scales_loss" in self._strategy.precision.features
+        self.evaluating = False
+        self._depth = 0
+        """Number of models that are being called, one inside of another."""
+        self._is_fresh = False
+        """Whether a forward has run since the last backward: the one that averages what it computes."""
+        self._backwards = 0
+        self._seen: dict[int, int] = {}
+        """The number of backward passes at the last step of each optimizer."""
+        self._skipped: set[int] = set()
+        """The optimizers whose last step the precision has skipped."""
+        self._steps = FunctionSteps(run.module)
+        self._step_functions: dict[str, Callable[..., Any]] = {}
+        self._routes = Routes()
+        for name in found.models:
+            now = run.module if not name else run.module.get_submodule(name)
+            self._routes.add(now, "forward", partial(self._forward, now))
+        for optimizer in found.optimizers:
+            self._routes.add(optimizer, "step", partial(self._step, optimizer))
+            self._routes.add(optimizer, "zero_grad", partial(self._zero_grad, optimizer))
+        for scheduler in found.schedulers:
+            self._routes.add(scheduler, "step", partial(self._scheduler_step, scheduler))
+
+    def remove(self) -> None:
+        """Give the user's objects their own methods back."""
+        self._routes.remove()
+        self._steps.remove()
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def _forward(self, model: Any, route: Route) -> Callable[..., Any]:
+        train = self._strategy.forward_function(route.inner, training=True)
+        evaluate = self._strategy.forward_function(route.inner, training=False)
+        inner = route.inner
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._depth:  # a model that another one calls is a part of that
+                return inner(*args, **kwargs)
+            self._depth += 1
+            try:
+                if not self._trains or self.evaluating or not torch.is_grad_enabled():
+                    return evaluate(*args, **kwargs)
+                if not any(parameter.requires_grad for parameter in model.parameters()):  # a teacher
+                    return evaluate(*args, **kwargs)
+                if self._refusal:
+                    raise ConfigurationError(self._refusal)
+                self._is_fresh = True
+                return train(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return call
+
+    def function(self, function: Callable[[Any], Any], batch: Any, *, backward: bool) -> Any:
+        """Return ``function(batch)``, run as a step of the module: in training one that a backward may follow.
+
+        Args:
+            function: calls the model, and returns a loss, a dict with one, or in an evaluation anything.
+            batch: its argument.
+            backward: run that backward, too, or let the strategy do it.
+        """
+        training = self._trains and not self.evaluating and torch.is_grad_enabled()
+        if backward and not training:
+            raise ConfigurationError(
+                "forward_backward trains: call it with gradients, outside of evaluation_batches, and after a setup "
+                "with an optimizer"
+            )
+        owns = {"owns_step", "owns_backward"} & self._features
+        if training and owns and not backward:
+            raise ConfigurationError(self._refusal)
+        name = "training_step" if training else "validation_step"
+        if name not in self._step_functions:
+            self._step_functions[name] = self._strategy.step_function(name)
+        self._steps.function = function
+        if training and "owns_backward" in owns and not self._progress.has_gradients:
+            for optimizer in self._strategy.optimizers:
+                optimizer.zero_grad()
+        self._depth += 1
+        try:
+            with self._routes.without_models():
+                output = self._step_functions[name](batch, 0)
+        finally:
+            self._depth -= 1
+            self._steps.function = None
+        if not backward:
+            self._is_fresh = training
+            return output
+        if owns:
+            self._backwards += 1
+            self._progress.has_gradients = True
+            return without_graph(output)
+        loss = extract_loss(output, "the loop")
+        if loss is None:
+            raise ModelError("the function of forward_backward must return a loss, or a dict with 'loss' (got None)")
+        self._is_fresh = True
+        self.backward(loss)
+        return without_graph(output)
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+        """Run the backward of a loss, with the gradients averaged over the ranks if the batch ends an accumulation."""
+        if not isinstance(loss, torch.Tensor):
+            raise ModelError(f"backward takes the loss, a tensor of one element (got {type(loss).__name__})")
+        if loss.numel() != 1 or loss.grad_fn is None:
+            raise ModelError(
+                f"backward takes a loss of one element that depends on a trainable parameter (got shape "
+                f"{tuple(loss.shape)}, {'without' if loss.grad_fn is None else 'with'} a graph)"
+            )
+        if not self._trains:
+            raise ConfigurationError("setup got no optimizer, so the model is set up for inference: give it one")
+        if self._refusal and {"owns_step", "owns_backward"} & self._features:
+            raise ConfigurationError(self._refusal)
+        if (batches := self._batches.accumulate) > 1:
+            loss = loss / batches
+        strategy = self._strategy
+        if not self._automatic:
+            strategy.manual_backward(loss, *args, **kwargs)
+        else:
+            strategy.backward(loss, *args, **kwargs)
+            if not self._is_fresh and not self._alone and self._batches.updates:
+                strategy.sync_gradients()  # a second backward, which no wrapper waits for
+        self._is_fresh = False
+        self._backwards += 1
+        self._progress.has_gradients = True
+
+    def clip_gradients(self, optimizer: Any, max_norm: float, algorithm: str) -> torch.Tensor | None:
+        """Clip where the batch ends an accumulation; see :meth:`.Strategy.clip_gradients`."""
+        if self._batches.in_batch and not self._batches.updates:
+            return None
+        if "owns_clipping" in self._features:
+            raise ConfigurationError(
+                f"strategy {self._strategy.display_name!r} clips by itself: give torchhal.Run(gradient_clip_val="
+                f"{max_norm}), and leave clip_gradients out"
+            )
+        return self._strategy.clip_gradients(optimizer, max_norm, algorithm)
+
+    # -- optimizers ------------------------------------------------------------------------------------------------
+
+    def _zero_grad(self, optimizer: Any, route: Route) -> Callable[..., Any]:
+        owned = {"owns_accumulation", "owns_step"} & self._features
+        own = self._strategy.zero_grad if overrides(self._strategy, Strategy, "zero_grad") else None
+
+        def zero_grad(*args: Any, **kwargs: Any) -> None:
+            if owned or (self._batches.accumulate > 1 and self._progress.has_gradients):
+                return  # in the midst of an accumulation
+            if own is not None:
+                own(optimizer)
+            else:
+                route.inner(*args, **kwargs)
+
+        return zero_grad
+
+    def _step(self, optimizer: Any, route: Route) -> Callable[..., Any]:
+        takes_closure = needs_closure(optimizer) or "owns_closure" in self._features
+
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            batches = self._batches
+            value: Any = None
+
+            def evaluate() -> Any:
+                nonlocal value
+                assert closure is not None
+                with torch.enable_grad():
+                    value = closure()
+                return value
+
+            if closure is not None and (not takes_closure or not batches.updates):
+                evaluate()
+                closure = None
+            if batches.in_batch and not batches.updates:
+                return value
+            if "owns_step" in self._features:
+                result = StepResult.UPDATED
+            elif closure is not None:
+                result = StepResult.of(self._strategy.optimizer_step(optimizer, evaluate))
+            else:
+                self._check_backward(optimizer)
+                result = StepResult.of(self._strategy.optimizer_step(optimizer))
+            self._seen[id(optimizer)] = self._backwards
+            self._progress.has_gradients = False
+            self._progress.count_step(result)
+            self._skipped.discard(id(optimizer))
+            if not result.updated:
+                self._skipped.add(id(optimizer))
+            if not batches.in_batch:
+                batches.boundary()
+            return value
+
+        return step
+
+    def _check_backward(self, optimizer: Any) -> None:
+        """Raise if the gradients came by ``loss.backward()``: the ranks would part, or a scaled loss be unscaled."""
+        if (self._alone and not self._scales) or self._seen.get(id(optimizer), 0) != self._backwards:
+            return
+        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+            raise ModelError(
+                f"the {type(optimizer).__name__} steps with gradients of no run.backward(loss) since its last step, "
+                "which neither averages them over the ranks nor scales the loss: call run.backward(loss) instead of "
+                "loss.backward()"
+            )
+
+    def _scheduler_step(self, scheduler: Any, route: Route) -> Callable[..., Any]:
+        reduces = isinstance(scheduler, ReduceLROnPlateau) and not self._alone
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            batches = self._batches
+            if "owns_schedulers" in self._features or (batches.in_batch and not batches.updates):
+                return None
+            if batches.in_batch and id(scheduler.optimizer) in self._skipped:
+                return None
+            if reduces and args:  # or the ranks would go on with different learning rates
+                args = (self._strategy.reduce(float(args[0]), "mean"), *args[1:])
+            return route.inner(*args, **kwargs)
+
+        return step

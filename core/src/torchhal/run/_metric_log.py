@@ -1,0 +1,51 @@
+"""Send a loop's metrics to the run's loggers, as means over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from torchhal.errors import ModelError
+from torchhal.trainer.run import Run as RunState
+
+
+def log_metrics(state: RunState, metrics: Mapping[str, Any], *, step: int | None, always: bool) -> None:
+    """Send ``metrics`` to the loggers, if it is their turn. Every rank must call.
+
+    Args:
+        state: of the run.
+        metrics: numbers and tensors of one element, by name.
+        step: None for the run's optimizer step.
+        always: False for values of a batch, of which every ``log_every_n_steps``-th is sent.
+
+    Raises:
+        ModelError: a value is no number.
+    """
+    for name, value in metrics.items():
+        numeric = isinstance(value, torch.Tensor) and value.numel() == 1
+        if not isinstance(name, str) or not (numeric or isinstance(value, int | float)):
+            raise ModelError(f"log takes names and numbers, or tensors of one element (got {name!r}: {value!r})")
+    every = state.log_every_n_steps
+    if not always and (not every or state.progress.total_batches % every):
+        return
+    if not state.loggers and state.world_size == 1:
+        _keep(state, {name: float(value) for name, value in metrics.items()})
+        return
+    mine = {name: float(value) for name, value in metrics.items()} if state.strategy.is_data_leader else {}
+    everybody = [mine] if state.world_size == 1 else state.strategy.all_gather_object(mine)
+    names = dict.fromkeys(name for each in everybody for name in each)
+    means = {}
+    for name in names:
+        values = [each[name] for each in everybody if name in each]
+        means[name] = sum(values) / len(values)
+    _keep(state, means)
+    if state.is_global_zero and state.loggers and means:
+        numbers = {**means, "epoch": float(state.current_epoch)}
+        state.call_loggers("log_metrics", numbers, state.global_step if step is None else step)
+
+
+def _keep(state: RunState, means: Mapping[str, float]) -> None:
+    """Let the names of checkpoints and other readers see the newest values."""
+    state.results.callback_metrics.update({name: torch.tensor(value) for name, value in means.items()})

@@ -1,0 +1,100 @@
+"""Route the calls of a loop's own objects, a model's forward and an optimizer's step, through a strategy."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+_MISSING = object()
+
+
+class Route:
+    """A method of one object that is replaced until :meth:`remove`; ``inner`` is the one that it had.
+
+    Args:
+        owner: the object.
+        name: of the method.
+        call: what is called in its place.
+    """
+
+    def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        self.owner = owner
+        self.name = name
+        self.inner: Callable[..., Any] = getattr(owner, name)
+        self.__wrapped__ = self.inner  # by which inspect.signature shows the signature of it
+        self._before = vars(owner).get(name, _MISSING)
+        self._call = call
+        self._running = False
+        self.install()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._running:  # the strategy calls the object's own method
+            return self.inner(*args, **kwargs)
+        self._running = True
+        try:
+            return self._call(*args, **kwargs)
+        finally:
+            self._running = False
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """The route as a function of the owner, as torch's schedulers take an optimizer's step to wrap it."""
+        return lambda owner, *args, **kwargs: self(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        """Return, for a copy of the owner, its own method: the route belongs to one object."""
+        return types.MethodType, (getattr(type(self.owner), self.name), self.owner)
+
+    def install(self) -> None:
+        """Replace the method."""
+        vars(self.owner)[self.name] = self
+
+    def remove(self) -> None:
+        """Give the object its method back, unless it has been replaced by another since."""
+        if vars(self.owner).get(self.name) is self:
+            if self._before is _MISSING:
+                del vars(self.owner)[self.name]
+            else:
+                vars(self.owner)[self.name] = self._before
+
+
+class Routes:
+    """The routes of one run."""
+
+    def __init__(self) -> None:
+        self._routes: list[Route] = []
+
+    def add(self, owner: Any, name: str, call: Callable[[Route], Callable[..., Any]]) -> None:
+        """Route ``owner.name`` to what ``call`` makes of the route."""
+
+        def routed(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        route = Route(owner, name, routed)
+        function = call(route)
+        self._routes.append(route)
+
+    @contextmanager
+    def without_models(self) -> Iterator[None]:
+        """Return a context in which the models have their own methods, as inside of a strategy's step."""
+        there = [
+            route
+            for route in self._routes
+            if isinstance(route.owner, nn.Module) and vars(route.owner).get(route.name) is route
+        ]
+        for route in there:
+            route.remove()
+        try:
+            yield
+        finally:
+            for route in there:
+                route.install()
+
+    def remove(self) -> None:
+        """Give all objects their methods back."""
+        while self._routes:
+            self._routes.pop().remove()

@@ -1,0 +1,576 @@
+"""Give a training loop of the user's own the strategies, launchers, checkpoints and failure handling of the Trainer."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from torchhal import _arguments as arguments
+from torchhal.distributed import failures, process, rendezvous
+from torchhal.distributed.signals import at_once
+from torchhal.errors import ConfigurationError
+from torchhal.run._batches import TrainingBatches
+from torchhal.run._calls import Calls
+from torchhal.run._evaluation import Evaluation
+from torchhal.run._gathering import concatenate, gather_values
+from torchhal.run._metric_log import log_metrics
+from torchhal.run._run_trainer import RunTrainer
+from torchhal.run._setup_objects import sort_objects
+from torchhal.trainer._run_lifecycle import executing
+from torchhal.trainer._run_record import gather_peak_memory
+from torchhal.trainer.logging._standard_streams import lossy_streams
+from torchhal.trainer.loops import StopOnSignal
+
+
+class Run:
+    """The hardware layer for a training loop of the user's own.
+
+    ::
+
+        run = torchhal.Run(strategy="ddp", devices=2)
+        model, optimizer, loader = run.setup(model, optimizer, loader)
+        for epoch in range(run.current_epoch, 10):
+            for inputs, targets in run.batches(loader):
+                optimizer.zero_grad()
+                loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+                run.backward(loss)
+                optimizer.step()
+            run.save_checkpoint()
+
+    The processes, the numbers, the stops on a signal, the failures and the checkpoints are those of the Trainer, which
+    can continue a run's checkpoint, and the reverse. ``setup`` changes what ``forward`` of a model, ``step`` and
+    ``zero_grad`` of an optimizer and ``step`` of a scheduler do, on the objects that it gets, until the run ends.
+
+    A script runs as it stands: with several devices it is run again for each. A run ends with :meth:`end`, with a
+    ``with`` block around it, or with the program. Where workers are started, as by ``ddp_spawn`` or in a notebook, the
+    loop is a function that :meth:`launch` is given.
+
+    Args:
+        accelerator: as for :class:`torchhal.Trainer`, like all others.
+        strategy: alias, class or object of a strategy, or "auto".
+        devices: a count, -1 for all, indices, or "auto".
+        num_nodes: machines that take part; "auto": as many as the launcher has started processes on.
+        precision: alias ("32-true", "bf16-mixed", ...) or object.
+        plugins: precision, checkpoint IO and cluster environment, as objects or aliases.
+        accumulate_grad_batches: batches per optimizer step: until then ``step`` and ``zero_grad`` do nothing, and each
+            loss is divided by it in :meth:`backward`.
+        gradient_clip_val: for strategies that clip by themselves alone; else call :meth:`clip_gradients`.
+        default_root_dir: where runs are kept; the working directory when None.
+        logger: False; or True for CSV files, a logger, an alias, or several of these.
+        log_every_n_steps: of how many batches one goes to the loggers.
+        use_distributed_sampler: share the loaders out over the ranks.
+        sync_batchnorm: let batch norms compute over the batches of all ranks.
+        deterministic: True: only deterministic algorithms; "warn": warn where there is none.
+        benchmark: torch's search for the fastest kernels, where the device has one.
+
+    Raises:
+        ConfigurationError: an argument outside its domain, or parts that don't fit, before any process starts.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: Any = "auto",
+        strategy: Any = "auto",
+        devices: int | str | Sequence[int] = "auto",
+        num_nodes: int | str = 1,
+        precision: Any = None,
+        plugins: Any = None,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: float | None = None,
+        default_root_dir: str | os.PathLike[str] | None = None,
+        logger: Any = False,
+        log_every_n_steps: int = 50,
+        use_distributed_sampler: bool = True,
+        sync_batchnorm: bool = False,
+        deterministic: bool | str = False,
+        benchmark: bool | None = None,
+    ) -> None:
+        self._trainer = RunTrainer(
+            accelerator=accelerator,
+            strategy=strategy,
+            devices=devices,
+            num_nodes=num_nodes,
+            precision=precision,
+            plugins=plugins,
+            accumulate_grad_batches=accumulate_grad_batches,
+            gradient_clip_val=gradient_clip_val,
+            default_root_dir=default_root_dir,
+            logger=logger,
+            log_every_n_steps=log_every_n_steps,
+            use_distributed_sampler=use_distributed_sampler,
+            sync_batchnorm=sync_batchnorm,
+            deterministic=deterministic,
+            benchmark=benchmark,
+        )
+        self._state = self._trainer._run
+        self._strategy = self._trainer.strategy
+        self._context: ExitStack | None = None
+        """What ends the run; None before the set-up and after the end."""
+        self._is_launched = False
+        """Whether a function of :meth:`launch` runs in this process."""
+        self._was_set_up = False
+        self._calls: Calls | None = None
+        self._batches: TrainingBatches | None = None
+        self._evaluation: Evaluation | None = None
+
+    # -- life cycle ------------------------------------------------------------------------------------------------
+
+    def launch(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call ``function(run, *args)`` on every rank, in processes that this starts where needed.
+
+        Args:
+            function: sets up and trains; the run ends with it. Workers get it by pickle: it is one of a module, unless
+                they are forked.
+            *args: its other arguments.
+
+        Returns:
+            What it returned: where workers were started that of rank 0, by pickle, else that of this rank.
+
+        Raises:
+            RankFailedError: a process failed; the message starts with its traceback.
+        """
+        if not callable(function):
+            raise TypeError(f"'function' must be callable (got {function!r})")
+        self._check_not_set_up()
+        process.open_standard_descriptors()
+        rendezvous.begin_call()
+        launcher = self._strategy.make_launcher()
+        self._state.num_nodes = self._strategy.num_nodes
+        return launcher.launch(_call, self, function, args)
+
+    def setup(self, *objects: Any, ckpt_path: str | os.PathLike[str] | None = None, **named: Any) -> Any:
+        """Start the ranks, and set up everything that the loop uses. Every rank calls it, once.
+
+        Args:
+            *objects: models, their optimizers and schedulers, training loaders, and objects with ``state_dict`` and
+                ``load_state_dict``, which checkpoints keep; in any order. Without an optimizer the run is for
+                inference. Optimizers are those that were made of the models' parameters as they are now.
+            ckpt_path: continue from a checkpoint: a path, or "last" for the newest complete one of this folder; None
+                for a run that begins.
+            **named: the same with names, which checkpoints prefix a model's parameters with.
+
+        Returns:
+            The objects as they were given, in that order: one by itself, several as a tuple. They are the same objects,
+            unless the precision has replaced a model.
+
+        Raises:
+            ConfigurationError: an object of no kind, or a strategy that only the Trainer can drive.
+            ModelError: an optimizer of other models.
+            LaunchError: the strategy starts workers: call :meth:`launch`.
+        """
+        self._check_not_set_up()
+        path = arguments.check_ckpt_path(ckpt_path)
+        found = sort_objects(objects, named)
+        trainer, state = self._trainer, self._state
+        trainer.take(found)
+        fn = "fit" if found.optimizers else "predict"
+        self._was_set_up = True
+        with ExitStack() as stack:
+            if not self._is_launched:
+                process.open_standard_descriptors()
+                rendezvous.begin_call()
+                launcher = self._strategy.make_launcher()
+                state.num_nodes = self._strategy.num_nodes
+                stack.enter_context(launcher.entered())
+            stack.enter_context(lossy_streams())
+            stack.enter_context(executing(state, trainer.fit_loop, fn, path))
+            with at_once():
+                self._batches = TrainingBatches(trainer, self._stop)
+                self._calls = Calls(trainer, found, self._batches)
+                stack.push(self._release)
+                if fn == "fit":
+                    self._begin_training()
+            self._context = stack.pop_all()
+        if not self._is_launched:
+            failures.install_excepthook()
+            _open_runs.add(self)
+            _register_exit()
+        given = [*objects, *named.values()]
+        replaced = {id(model): state.module if not name else state.module.get_submodule(name)
+                    for name, model in found.models.items()}  # fmt: skip
+        given = [replaced.get(id(each), each) for each in given]
+        return given[0] if len(given) == 1 else tuple(given)
+
+    def _begin_training(self) -> None:
+        state, trainer = self._state, self._trainer
+        state.progress.started = time.monotonic()
+        trainer.saver.on_train_start(trainer, state.module)
+        state.frozen_parameters.begin(state.module, state.ckpt_path, state.warn_once)
+        state.phases.start_train()
+        if not state.progress.batches_done:
+            trainer.fit_loop.restore_generators()
+
+    def _release(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Give the user's objects their own methods back, whatever has ended the run."""
+        if self._calls is not None:
+            self._calls.remove()
+        if self._batches is not None:
+            self._batches.close()
+
+    def end(self) -> None:
+        """End the run: wait for the other ranks, make the models whole and ordinary again, and free the devices.
+
+        Every rank calls it, or leaves it to the end of the program. Nothing happens for a run that has ended.
+
+        Raises:
+            DistributedError: the replicas of a model have parted.
+            SystemExit, KeyboardInterrupt: a signal asked to stop.
+        """
+        context = self._context
+        if context is None:
+            return
+        try:
+            state, strategy = self._state, self._strategy
+            assert self._batches is not None
+            if state.state.fn == "fit":
+                if self._batches.current_epoch != state.progress.epoch:
+                    self._batches.settle()
+                state.phases.end_all()
+                state.progress.stop_clock()
+            signum = strategy.watch.agree_on_stop_at_end(strategy.timeout)
+            if signum is not None and signum > 0:
+                raise StopOnSignal(signum)
+            if state.state.fn == "fit":
+                strategy.check_replicas()
+                gather_peak_memory(state)
+        except BaseException as error:
+            self._close(error)
+            raise
+        self._context = None
+        context.close()
+        self._after_end()
+
+    def _close(self, error: BaseException) -> None:
+        """End the run with an error; raises what it becomes, unless that is ``error`` itself."""
+        context, self._context = self._context, None
+        if context is None:
+            return
+        _open_runs.discard(self)
+        if not context.__exit__(type(error), error, error.__traceback__):
+            self._after_end()
+
+    def _after_end(self) -> None:
+        _open_runs.discard(self)
+        self._trainer.give_parameters_back()
+
+    def _stop(self, signum: int) -> None:
+        """Save and end the run where all ranks stop on a signal; raises the exit."""
+        stop = StopOnSignal(signum)
+        self._close(stop)
+        raise stop
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.end()
+        else:
+            self._close(error)
+
+    def _check_not_set_up(self) -> None:
+        if self._was_set_up:
+            raise ConfigurationError(
+                "this Run was set up already: give one setup all models, optimizers and loaders, or make another Run"
+            )
+
+    def _ready(self) -> tuple[Calls, TrainingBatches]:
+        if self._context is None or self._calls is None or self._batches is None:
+            when = "has ended" if self._was_set_up else "is not set up: call run.setup(model, optimizer, loader) first"
+            raise ConfigurationError(f"this Run {when}")
+        return self._calls, self._batches
+
+    # -- data ------------------------------------------------------------------------------------------------------
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """Return an iterator over an epoch of ``loader``: this rank's share of its batches, on its device.
+
+        Between two batches all ranks stop on a signal, save, and leave. A run that continues a checkpoint begins with
+        the batch after the one in whose body it was saved. ``break`` ends the epoch. Every rank calls it.
+
+        Args:
+            loader: an iterable of batches. The first one, or the first that :meth:`setup` got, is the one whose
+                position checkpoints keep.
+        """
+        _, batches = self._ready()
+        return batches.epoch(loader)
+
+    def evaluation_batches(self, loader: Any) -> Iterator[Any]:
+        """Return an iterator over this rank's share of ``loader``'s batches, each sample once; models only evaluate.
+
+        A rank may have a batch less than another, and takes part in what those gather in their last round. ``eval()``
+        and ``torch.no_grad()`` are the loop's own. Every rank calls it.
+
+        Args:
+            loader: an iterable of batches.
+        """
+        calls, batches = self._ready()
+        if self._evaluation is not None:
+            raise ConfigurationError("evaluation_batches is under way: end the loop over them before another begins")
+        return self._evaluate(calls, Evaluation(self._state, loader, batches.boundary))
+
+    def _evaluate(self, calls: Calls, evaluation: Evaluation) -> Iterator[Any]:
+        phases = self._state.phases
+        self._evaluation, calls.evaluating = evaluation, True
+        phases.start_evaluation("validate")
+        ended = False
+        try:
+            yield from evaluation.batches()
+            ended = True
+        finally:
+            self._evaluation, calls.evaluating = None, False
+            if ended:
+                phases.end()
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Return the context of one batch that comes from elsewhere than :meth:`batches`, in which it changes nothing.
+
+        It counts ``accumulate_grad_batches``, and stops on signals. Every rank enters it as often.
+        """
+        return self._ready()[1].elsewhere()
+
+    @property
+    def updates(self) -> bool:
+        """Whether the batch in hand ends an accumulation, so that ``optimizer.step()`` steps."""
+        return self._batches is None or self._batches.updates
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Add the gradients of ``loss``, averaged over the ranks, in place of ``loss.backward()``.
+
+        Args:
+            loss: of one element.
+            *args: passed on to ``loss.backward``.
+            **kwargs: passed on to ``loss.backward``.
+        """
+        self._ready()[0].backward(loss, *args, **kwargs)
+
+    def forward_backward(self, function: Callable[[Any], Any], batch: Any) -> Any:
+        """Run ``function(batch)`` and its backward, as the Trainer runs a ``training_step``: under any strategy.
+
+        Args:
+            function: calls the model and returns the loss, or a dict with ``"loss"``. Under a pipeline it runs for the
+                parts of a batch, so it does nothing else.
+            batch: of :meth:`batches`.
+
+        Returns:
+            What the function returned, without its graph; None on ranks of a pipeline but the last.
+        """
+        return self._ready()[0].function(function, batch, backward=True)
+
+    def forward(self, function: Callable[[Any], Any], batch: Any) -> Any:
+        """Return ``function(batch)``, all of it in the precision of the run, with whatever models it calls.
+
+        Args:
+            function: calls models.
+            batch: its argument.
+        """
+        return self._ready()[0].function(function, batch, backward=False)
+
+    def clip_gradients(self, optimizer: Any, max_norm: float, algorithm: str = "norm") -> torch.Tensor | None:
+        """Clip the gradients over all shards, where the batch ends an accumulation.
+
+        Args:
+            optimizer: whose parameters' gradients.
+            max_norm: the greatest 2-norm of all together, or with ``"value"`` the greatest absolute value of each.
+            algorithm: ``"norm"`` or ``"value"``.
+
+        Returns:
+            The norm before, 0-d; None for ``"value"``, and before the end of an accumulation.
+        """
+        return self._ready()[0].clip_gradients(optimizer, max_norm, algorithm)
+
+    # -- checkpoints and logs --------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, filepath: str | os.PathLike[str] | None = None, *, weights_only: bool = False) -> str:
+        """Save the run as it is, to be continued by ``setup(..., ckpt_path=...)`` or by the Trainer.
+
+        Every rank calls it, at the end of a batch's body or between epochs.
+
+        Args:
+            filepath: where to; None: under the epoch and step in the run's folder, in the place of the one before.
+            weights_only: leave out what resuming needs.
+
+        Returns:
+            The path.
+
+        Raises:
+            CheckpointError: on every rank, when it could not be written; the one before is intact.
+        """
+        _, batches = self._ready()
+        if not batches.in_batch and batches.current_epoch != self._state.progress.epoch:
+            batches.settle()
+        if self._state.state.fn != "fit" or filepath is not None or weights_only:
+            if filepath is None:
+                raise ConfigurationError(
+                    "save_checkpoint needs a 'filepath' for weights alone, and without an optimizer"
+                )
+            self._trainer.save_checkpoint(filepath, weights_only or self._state.state.fn != "fit")
+            return os.fspath(filepath)
+        return self._trainer.saver.save(self._trainer)
+
+    def log(self, metrics: Mapping[str, Any], *, step: int | None = None) -> None:
+        """Send numbers to the loggers, as means over the ranks. Every rank calls it.
+
+        In the body of :meth:`batches` every ``log_every_n_steps``-th batch counts, elsewhere each call.
+
+        Args:
+            metrics: numbers and tensors of one element, by name.
+            step: None for the number of optimizer steps.
+        """
+        _, batches = self._ready()
+        log_metrics(self._state, metrics, step=step, always=not batches.in_batch or self._evaluation is not None)
+
+    def print(self, *values: Any, **kwargs: Any) -> None:
+        """``print`` on rank 0."""
+        self._state.print(*values, **kwargs)
+
+    # -- ranks -----------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self._strategy.root_device
+
+    @property
+    def global_rank(self) -> int:
+        """The number of this process in the job, from 0."""
+        return int(self._strategy.global_rank)
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the job."""
+        return self._state.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self._state.is_global_zero
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps taken, those of the runs that this one continues included."""
+        return self._state.global_step
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs that have ended, which is the index of the running one."""
+        return self._state.current_epoch if self._batches is None else self._batches.current_epoch
+
+    def gather(self, value: Any) -> Any:
+        """Return ``value`` of all ranks, put together along its first dimension, on every rank that calls.
+
+        In :meth:`evaluation_batches` only the ranks that have a batch call it; nothing is padded.
+
+        Args:
+            value: a tensor of any length, a number, or a nest of these. Tensors without a dimension and numbers become
+                a 1-d tensor, and lists one list.
+        """
+        self._ready()
+        leaders = self._state.results.leaders
+        if self._evaluation is not None and (ranks := self._evaluation.ranks) is not None:
+            found = self._evaluation.gather(value)
+            return concatenate([each for rank, each in zip(ranks, found, strict=True) if leaders[rank]])
+        return gather_values(value, self._strategy, leaders)
+
+    def reduce(self, value: Any, op: str = "mean") -> Any:
+        """Return ``value`` combined over the ranks; see :meth:`.Strategy.reduce`.
+
+        Args:
+            value: a tensor, a number, or a nest of them.
+            op: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or ``"product"``.
+        """
+        self._ready()
+        if self._evaluation is not None and self._evaluation.ranks is not None:
+            raise ConfigurationError(
+                "reduce in the last round of evaluation_batches, in which some ranks have no batch: gather there, or "
+                "reduce behind the loop"
+            )
+        return self._strategy.reduce(value, op)
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        """Return the value of rank ``src`` on every rank.
+
+        Args:
+            value: any picklable object.
+            src: the rank that sends.
+        """
+        self._ready()
+        return self._strategy.broadcast(value, src)
+
+    def barrier(self, name: str = "") -> None:
+        """Wait until all ranks have called it.
+
+        Args:
+            name: its name in the error after a timeout.
+        """
+        self._ready()
+        self._strategy.barrier(name)
+
+
+def _call(run: Run, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Call the function of :meth:`Run.launch` on a rank."""
+    run._is_launched = True
+    try:
+        with run:
+            return function(run, *args)
+    finally:
+        run._is_launched = False
+
+
+_open_runs: weakref.WeakSet[Run] = weakref.WeakSet()
+"""Those that end with the program."""
+
+_exit_registered_in: int | None = None
+
+
+def _register_exit() -> None:
+    """End the open runs of this process with the program, or with the error that ends it."""
+    global _exit_registered_in
+    if _exit_registered_in != os.getpid():
+        if _exit_registered_in is None:
+            failures.uncaught.append(_end_failed)
+        _exit_registered_in = os.getpid()
+        atexit.register(_end_at_exit, os.getpid())
+
+
+def _end_failed(error: BaseException) -> None:
+    for run in list(_open_runs):
+        try:
+            run._close(error)
+        except BaseException as raised:
+            if raised is not error and raised.__cause__ is None:
+                raised.__cause__ = error
+
+
+def _end_at_exit(pid: int) -> None:
+    if pid != os.getpid():
+        return
+    error = getattr(sys, "last_value", None)
+    try:
+        for run in list(_open_runs):
+            if error is not None:
+                run._close(error)
+            else:
+                run.end()
+    except SystemExit as stop:
+        process.leave(process.exit_status(stop.code))
+    except KeyboardInterrupt:
+        process.leave(130)
+    except BaseException as failed:
+        if failed is not error:
+            sys.excepthook(type(failed), failed, failed.__traceback__)
+        process.leave(1)

@@ -1,0 +1,173 @@
+"""Provide the Trainer of a loop of the user's own: its components, checkpoints, signals and failures, without loops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from torchhal.errors import ConfigurationError, ModelError
+from torchhal.run._setup_objects import SetupObjects
+from torchhal.strategies import Strategy
+from torchhal.strategies._steps import STEPS, StrategySteps
+from torchhal.trainer import Trainer
+from torchhal.trainer import _trained_by as trained_by
+from torchhal.trainer._configure_optimizers import SchedulerConfig
+from torchhal.trainer.callbacks import Callback, ModelCheckpoint
+from torchhal.trainer.data._sources import DataSources
+
+
+class SaveOnCall(ModelCheckpoint):
+    """A ModelCheckpoint that saves when it is asked to, and when a signal stops the run."""
+
+    def __init__(self) -> None:
+        super().__init__(every_n_epochs=0, save_on_train_epoch_end=False)
+
+    def save(self, trainer: Any) -> str:
+        """Save under the usual name in the run's folder, instead of the last one there; return the path.
+
+        Every rank must call.
+        """
+        self._save(trainer, top_k=True)
+        return self.best_model_path
+
+
+class SavedObjects(Callback):
+    """The state of the user's other objects, in the run's checkpoints."""
+
+    state_key = "torchhal.run.SavedObjects"
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value.state_dict() for name, value in self.objects.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, value in self.objects.items():
+            if name not in state_dict:
+                raise KeyError(f"the checkpoint has no state of {name!r} (it has {', '.join(state_dict) or 'none'})")
+            value.load_state_dict(state_dict[name])
+
+
+class RunTrainer(Trainer):
+    """A Trainer whose loops are the user's. Its settings are those of :class:`torchhal.Run`."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.saver = SaveOnCall()
+        self.saved_objects = SavedObjects()
+        self.found: SetupObjects | None = None
+        self._names: list[list[list[str]]] = []
+        self._run.by_hand = True
+        super().__init__(
+            callbacks=[self.saver, self.saved_objects],
+            max_epochs=-1,
+            num_sanity_val_steps=0,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **settings,
+        )
+        self.should_stop = False
+
+    def take(self, found: SetupObjects) -> None:
+        """Take the objects of a set-up, before anything starts.
+
+        Raises:
+            ConfigurationError: the strategy can't be driven by a loop of the user's own, or not with these objects.
+        """
+        run, strategy = self._run, self.strategy
+        if strategy.needs_trainer:
+            raise ConfigurationError(
+                f"strategy {strategy.display_name!r} {strategy.needs_trainer}: use the Trainer, or another strategy"
+            )
+        if run.accumulate_grad_batches > 1 and len(found.optimizers) > 1:
+            raise ConfigurationError(
+                f"'accumulate_grad_batches' must be 1 with {len(found.optimizers)} optimizers, each of which steps "
+                f"when the loop says so (got {run.accumulate_grad_batches})"
+            )
+        self.found = found
+        self.saved_objects.objects = found.others
+        loader = found.loaders[0] if found.loaders else None
+        run.module, run.datamodule, run.sources = found.module, None, DataSources(train=loader)
+        names: dict[int, str] = {}
+        for name, parameter in found.module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), name)
+        self._names = [
+            [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+            for optimizer in found.optimizers
+        ]
+
+    def configure_optimizers(self) -> tuple[list[Any], list[SchedulerConfig]]:
+        """Return the optimizers with the parameters that the strategy has put in the places of those they had."""
+        found, run = self.found, self._run
+        assert found is not None
+        run.follow_module()
+        parameters = dict(run.module.named_parameters(remove_duplicate=False))
+        for optimizer, groups in zip(found.optimizers, self._names, strict=True):
+            replace_parameters(optimizer, groups, parameters, self.strategy.display_name)
+        configs = [SchedulerConfig(scheduler=each, interval="step") for each in found.schedulers]
+        run.trained_by = trained_by.describe(found.optimizers, configs, run.module)
+        return list(found.optimizers), configs
+
+    def give_parameters_back(self) -> bool:
+        """Give the optimizers the parameters of the module as it is after the run; return whether some are others."""
+        found = self.found
+        if found is None:
+            return False
+        parameters = dict(found.module.named_parameters(remove_duplicate=False))
+        changed = False
+        for optimizer, groups in zip(found.optimizers, self._names, strict=True):
+            for group, names in zip(optimizer.param_groups, groups, strict=False):
+                own = [parameters.get(name) for name in names]
+                if any(now is not then for now, then in zip(own, group["params"], strict=False)):
+                    group["params"] = [parameter for parameter in own if parameter is not None]
+                    changed = True
+        return changed
+
+
+def replace_parameters(
+    optimizer: Any, groups: list[list[str]], parameters: Mapping[str, nn.Parameter], strategy: str
+) -> None:
+    """Give each group of ``optimizer`` the parameters of these names.
+
+    Args:
+        optimizer: made over the parameters that the model had before it was set up.
+        groups: the names of each group's parameters.
+        parameters: of the model, by name.
+        strategy: what messages call the strategy.
+
+    Raises:
+        ModelError: the optimizer has a state of parameters that are replaced.
+    """
+    for group, names in zip(optimizer.param_groups, groups, strict=True):
+        for index, name in enumerate(names):
+            now = parameters[name]
+            if now is group["params"][index]:
+                continue
+            if optimizer.state.get(group["params"][index]):
+                raise ModelError(
+                    f"the {type(optimizer).__name__} has taken steps before setup, and strategy {strategy!r} divides "
+                    f"{name!r}, whose state is whole: make a new one, or continue from a checkpoint (ckpt_path)"
+                )
+            group["params"][index] = now
+
+
+def refusal_of_calls(strategy: Strategy) -> str:
+    """Return why models can't be called by themselves in training under ``strategy``, or ""."""
+    alias = strategy.display_name
+    instead = "train by run.forward_backward(function, batch), where function(batch) returns the loss"
+    if "owns_step" in strategy.features:
+        return f"strategy {alias!r} runs forward, backward and the optimizer step as one: {instead}"
+    if "owns_backward" in strategy.features:
+        return f"strategy {alias!r} runs forward and backward as one: {instead}"
+    base = (Strategy, StrategySteps)
+    for owner in type(strategy).__mro__:
+        if owner in base or "module_call" in vars(owner):
+            return ""
+        if any(name in vars(owner) for name in ("module_step", "step_function", *STEPS)):
+            return (
+                f"strategy {alias!r} has steps of its own ({owner.__name__}), and no module_call, by which a loop "
+                f"would call a model alone: {instead}"
+            )
+    return ""
