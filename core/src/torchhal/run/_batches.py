@@ -48,7 +48,6 @@ class TrainingBatches:
 
     def epoch(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of an epoch, or of the rest of one that a checkpoint is in the midst of."""
-        self.settle()
         check_training_loader(loader)
         state = self._state
         if state.sources.train is None:
@@ -61,6 +60,7 @@ class TrainingBatches:
         if state.sources.train is not loader:
             yield from self._of_another(loader)
             return
+        self.settle()
         load_training_data(state)
         yield from self._of_main()
 

@@ -69,6 +69,7 @@ class Calls:
             self._routes.add(optimizer, "zero_grad", partial(self._zero_grad, optimizer))
         for scheduler in found.schedulers:
             self._routes.add(scheduler, "step", partial(self._scheduler_step, scheduler))
+            self._routes.add(scheduler, "state_dict", self._scheduler_state)
 
     def remove(self) -> None:
         """Give the user's objects their own methods back."""
@@ -211,8 +212,9 @@ class Calls:
                 nonlocal value
                 assert closure is not None
                 with torch.enable_grad():
-                    value = closure()
-                return value
+                    found = closure()
+                value = found if value is None else value  # an optimizer returns the first of several
+                return found
 
             if closure is not None and (not takes_closure or not batches.updates):
                 evaluate()
@@ -263,3 +265,7 @@ class Calls:
             return route.inner(*args, **kwargs)
 
         return step
+
+    def _scheduler_state(self, route: Route) -> Callable[..., Any]:
+        """Return the scheduler's ``state_dict``, which takes all its attributes, without the routes among them."""
+        return lambda: {name: value for name, value in route.inner().items() if not isinstance(value, Route)}

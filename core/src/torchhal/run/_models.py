@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -50,12 +51,14 @@ class FunctionSteps:
         self._own = {name: vars(module)[name] for name in STEP_NAMES if name in vars(module)}
         self.function: Callable[[Any], Any] | None = None
         for name in STEP_NAMES:
-            vars(module)[name] = self._step
+            vars(module)[name] = partial(self._step, getattr(module, name, None))
 
-    def _step(self, batch: Any, *rest: Any) -> Any:
-        if self.function is None:
+    def _step(self, own: Callable[..., Any] | None, batch: Any, *rest: Any) -> Any:
+        if self.function is not None:
+            return self.function(batch)
+        if own is None:
             raise ConfigurationError("no function is given: call run.forward_backward(function, batch)")
-        return self.function(batch)
+        return own(batch, *rest)
 
     def remove(self) -> None:
         """Give the module its own steps back."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,9 +44,17 @@ class Route:
         """The route as a function of the owner, as torch's schedulers take an optimizer's step to wrap it."""
         return lambda owner, *args, **kwargs: self(*args, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the method, such as a mark that torch's schedulers look for."""
+        if name.startswith("__") or "inner" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
     def __reduce__(self) -> Any:
         """Return, for a copy of the owner, its own method: the route belongs to one object."""
-        return types.MethodType, (getattr(type(self.owner), self.name), self.owner)
+        if self._before is not _MISSING:
+            return _same, (self._before,)
+        return getattr, (self.owner, self.name)
 
     def install(self) -> None:
         """Replace the method."""
@@ -60,6 +67,10 @@ class Route:
                 del vars(self.owner)[self.name]
             else:
                 vars(self.owner)[self.name] = self._before
+
+
+def _same(method: Any) -> Any:
+    return method
 
 
 class Routes:
