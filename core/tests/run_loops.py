@@ -197,9 +197,7 @@ LOOPS = {"regression": regression, "gan": gan, "distillation": distillation}
 
 def by_run(name, strategy, *, accelerator="cpu", devices=2, accumulate=1, ranks_share_data=True, whole=False, **more):
     """Run the loop of that name on this rank, with the global batch of the plain one."""
-    run = ByRun(
-        accelerator=accelerator, strategy=strategy, devices=devices, accumulate_grad_batches=accumulate, **more
-    )
+    run = ByRun(accelerator=accelerator, strategy=strategy, devices=devices, accumulate_grad_batches=accumulate, **more)
     parts = devices if ranks_share_data else 1
     options = {"whole": True, "reduces": ranks_share_data} if whole else {}
     losses, state = LOOPS[name](run, BATCH // parts, **options)

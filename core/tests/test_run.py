@@ -375,14 +375,20 @@ def test_what_is_no_loss_is_refused(make, loss):
 def test_workers_need_a_function(make):
     run = make(strategy="ddp_spawn", devices=2)
     model = net()
-    with pytest.raises(LaunchError, match="run.launch"):
+    with pytest.raises(LaunchError, match=r"run\.launch"):
         run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 class StepsItself(SingleDeviceStrategy):
     def module_step(self, name):
-        step = super().module_step(name)
-        return lambda *args: step(*args)
+        return self.counted(super().module_step(name))
+
+    def counted(self, step):
+        def call(*args):
+            self.steps = getattr(self, "steps", 0) + 1
+            return step(*args)
+
+        return call
 
 
 class NeedsTrainer(SingleDeviceStrategy):

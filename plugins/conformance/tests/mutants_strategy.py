@@ -603,6 +603,12 @@ class CastsMoments(DDPStrategy):
         optimizer.load_state_dict(state)
 
 
+@caught_by("STR-101", says="after 3 steps of a loop")
+class CallsPastItsWrapper(DDPStrategy):
+    def module_call(self, forward, *, training):
+        return forward
+
+
 @caught_by("STR-97")
 class SparseDividedInPlaceStrategy(DDPStrategy):
     """Wraps the model in DistributedDataParallel, and copies no sparse gradient."""

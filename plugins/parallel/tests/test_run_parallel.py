@@ -7,7 +7,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[3] / "core" / "tests"))
 
-import run_loops  # noqa: E402
+import run_loops
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])

@@ -14,7 +14,7 @@ from torchhal.precision.base import needs_closure
 from torchhal.run._batches import TrainingBatches
 from torchhal.run._models import FunctionSteps
 from torchhal.run._routes import Route, Routes
-from torchhal.run._run_trainer import RunTrainer, refusal_of_calls
+from torchhal.run._run_trainer import RunTrainer
 from torchhal.run._setup_objects import SetupObjects
 from torchhal.strategies import StepResult, Strategy, overrides
 from torchhal.trainer.loops import extract_loss
@@ -46,7 +46,7 @@ class Calls:
         self._alone = run.world_size == 1
         self._automatic = bool(getattr(run.module, "automatic_optimization", True))
         self._trains = bool(found.optimizers)
-        self._refusal = refusal_of_calls(self._strategy)
+        self._refusal = self._strategy.call_refusal()
         self._scales = "scales_loss" in self._strategy.precision.features
         self.evaluating = False
         self._depth = 0

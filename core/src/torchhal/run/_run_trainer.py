@@ -9,8 +9,6 @@ from torch import nn
 
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.run._setup_objects import SetupObjects
-from torchhal.strategies import Strategy
-from torchhal.strategies._steps import STEPS, StrategySteps
 from torchhal.trainer import Trainer
 from torchhal.trainer import _trained_by as trained_by
 from torchhal.trainer._configure_optimizers import SchedulerConfig
@@ -151,23 +149,3 @@ def replace_parameters(
                     f"{name!r}, whose state is whole: make a new one, or continue from a checkpoint (ckpt_path)"
                 )
             group["params"][index] = now
-
-
-def refusal_of_calls(strategy: Strategy) -> str:
-    """Return why models can't be called by themselves in training under ``strategy``, or ""."""
-    alias = strategy.display_name
-    instead = "train by run.forward_backward(function, batch), where function(batch) returns the loss"
-    if "owns_step" in strategy.features:
-        return f"strategy {alias!r} runs forward, backward and the optimizer step as one: {instead}"
-    if "owns_backward" in strategy.features:
-        return f"strategy {alias!r} runs forward and backward as one: {instead}"
-    base = (Strategy, StrategySteps)
-    for owner in type(strategy).__mro__:
-        if owner in base or "module_call" in vars(owner):
-            return ""
-        if any(name in vars(owner) for name in ("module_step", "step_function", *STEPS)):
-            return (
-                f"strategy {alias!r} has steps of its own ({owner.__name__}), and no module_call, by which a loop "
-                f"would call a model alone: {instead}"
-            )
-    return ""

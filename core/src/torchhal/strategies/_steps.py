@@ -113,6 +113,28 @@ class StrategySteps(StrategyCommunication):
             return forward
         return around_call(forward, lambda call: forward_through(self, self.module, call))
 
+    def call_refusal(self) -> str:
+        """Return why no loop of the user's own can call models in training, or "" where it can, by :meth:`module_call`.
+
+        .. versionadded:: 0.2
+        """
+        name = repr(self.alias or type(self).__name__)
+        instead = "train by run.forward_backward(function, batch), where function(batch) returns the loss"
+        features: frozenset[str] = getattr(self, "features", frozenset())
+        if "owns_step" in features:
+            return f"strategy {name} runs forward, backward and the optimizer step as one: {instead}"
+        if "owns_backward" in features:
+            return f"strategy {name} runs forward and backward as one: {instead}"
+        for owner in type(self).__mro__:
+            if "module_call" in vars(owner):
+                return ""
+            if any(method in vars(owner) for method in ("module_step", "step_function", *STEPS)):
+                return (
+                    f"strategy {name} has steps of its own ({owner.__name__}), and no module_call, by which a loop "
+                    f"would call a model alone: {instead}"
+                )
+        return ""
+
     def forward_function(self, forward: Callable[..., Any], *, training: bool) -> Callable[..., Any]:
         """Return :meth:`module_call` of ``forward`` under the precision: inputs converted, context entered, and so on.
 

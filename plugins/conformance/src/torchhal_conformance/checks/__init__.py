@@ -73,6 +73,7 @@ _MODULES: Final = (
     "strategy_connected",
     "strategy_replicas",
     "strategy_memory",
+    "strategy_calls",
     "processes",
     "trainer",
     "strategy_hooks",
