@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import extension_api
+import run_page
 import trainer_page
 from class_pages import declarations, markdown, methods, private_bases
 
@@ -86,7 +87,7 @@ PAGES = (
 
 
 def of_family(family: str) -> list[Check]:
-    return sorted((one for one in CHECKS.values() if one.id.startswith(family)), key=lambda one: one.id)
+    return [one for one in CHECKS.values() if one.id.startswith(family)]
 
 
 def checks(family: str) -> Iterator[str]:
@@ -139,6 +140,7 @@ def pages() -> dict[Path, str]:
     others = {
         FOLDER / "extension-api.md": extension_api.text(MADE),
         FOLDER / "trainer.md": trainer_page.text(MADE),
+        FOLDER / "run.md": run_page.text(MADE),
     }
     return {KIT: kit, **{FOLDER / page.file: text(page) for page in PAGES}, **others}
 

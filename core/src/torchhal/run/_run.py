@@ -32,9 +32,7 @@ from torchhal.trainer.loops import StopOnSignal
 
 
 class Run:
-    """The hardware layer for a training loop of the user's own.
-
-    ::
+    """The hardware layer for a training loop of the user's own::
 
         run = torchhal.Run(strategy="ddp", devices=2)
         model, optimizer, loader = run.setup(model, optimizer, loader)
