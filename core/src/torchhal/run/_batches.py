@@ -38,6 +38,7 @@ class TrainingBatches:
         self._stop = stop
         self.in_batch = False
         self.updates = True
+        self._is_owned = bool({"owns_accumulation", "owns_step"} & set(self._state.strategy.features))
         self._epoch_is_open = False
         self._was_left = False
         self._elsewhere = 0
@@ -94,8 +95,11 @@ class TrainingBatches:
                     before(batch, index)
                 progress.batches_done = index + 1
                 progress.total_batches += 1
-                with self._counted(index, last=length is not None and index + 1 >= length):
+                paused = self._begin(index, last=length is not None and index + 1 >= length)
+                try:
                     yield batch
+                finally:
+                    self._end(paused)
                 if after is not None:
                     after(None, batch, index)
                 del batch
@@ -133,8 +137,12 @@ class TrainingBatches:
             while (batch := next(source, _END)) is not _END:
                 batch = batch if transfer is None else transfer(batch, 0)
                 last = data.length is not None and index + 1 >= data.length
-                with nullcontext() if nested else self._counted(index, last=last):
+                paused = None if nested else self._begin(index, last=last)
+                try:
                     yield batch
+                finally:
+                    if not nested:
+                        self._end(paused)
                 del batch
                 self.boundary()
                 index += 1
@@ -151,24 +159,25 @@ class TrainingBatches:
 
     # -- accumulation ----------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _counted(self, index: int, *, last: bool) -> Iterator[None]:
-        """Let one batch be the one in hand: the first, the last or one between of an accumulation."""
+    def _begin(self, index: int, *, last: bool) -> AbstractContextManager[Any] | None:
+        """Let one batch be the one in hand; return the context that pauses the averaging in it, entered, or None."""
         every = self.accumulate
-        self.updates = every == 1 or last or (index + 1) % every == 0
         self.in_batch = True
+        self.updates = every == 1 or last or (index + 1) % every == 0
         paused = None if self.updates else self._state.strategy.no_backward_sync()
-        try:
-            with nullcontext() if paused is None else paused:
-                yield
-        finally:
-            self.in_batch, self.updates = False, True
+        if paused is not None:
+            paused.__enter__()
+        return paused
+
+    def _end(self, paused: AbstractContextManager[Any] | None) -> None:
+        self.in_batch, self.updates = False, True
+        if paused is not None:
+            paused.__exit__(None, None, None)
 
     @property
     def accumulate(self) -> int:
         """Batches of an optimizer step, as far as the loop counts them."""
-        owned = {"owns_accumulation", "owns_step"} & set(self._state.strategy.features)
-        return 1 if owned else self._state.progress.accumulate
+        return 1 if self._is_owned else self._state.progress.accumulate
 
     def elsewhere(self) -> AbstractContextManager[None]:
         """Return the context of a batch that comes from elsewhere; inside of one of these batches it does nothing."""
@@ -178,8 +187,11 @@ class TrainingBatches:
     def _from_elsewhere(self) -> Iterator[None]:
         index, self._elsewhere = self._elsewhere, self._elsewhere + 1
         self._state.progress.total_batches += 1
-        with self._counted(index, last=False):
+        paused = self._begin(index, last=False)
+        try:
             yield
+        finally:
+            self._end(paused)
         self.boundary()
 
     # -- boundaries ------------------------------------------------------------------------------------------------

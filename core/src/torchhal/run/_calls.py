@@ -81,7 +81,7 @@ class Calls:
     def _forward(self, model: Any, route: Route) -> Callable[..., Any]:
         train = self._strategy.forward_function(route.inner, training=True)
         evaluate = self._strategy.forward_function(route.inner, training=False)
-        inner = route.inner
+        inner, parameters = route.inner, list(model.parameters())
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._depth:  # a model that another one calls is a part of that
@@ -90,7 +90,7 @@ class Calls:
             try:
                 if not self._trains or self.evaluating or not torch.is_grad_enabled():
                     return evaluate(*args, **kwargs)
-                if not any(parameter.requires_grad for parameter in model.parameters()):  # a teacher
+                if not any(parameter.requires_grad for parameter in parameters):  # a teacher
                     return evaluate(*args, **kwargs)
                 if self._refusal:
                     raise ConfigurationError(self._refusal)

@@ -32,7 +32,17 @@ from torchhal.trainer.loops import StopOnSignal
 
 
 class Run:
-    """The hardware layer for a training loop of the user's own::
+    """The hardware layer for a training loop of the user's own.
+
+    The processes, the numbers, the stops on a signal, the failures and the checkpoints are those of the Trainer, which
+    can continue a run's checkpoint, and the reverse. ``setup`` changes what ``forward`` of a model, ``step`` and
+    ``zero_grad`` of an optimizer and ``step`` of a scheduler do, on the objects that it gets, until the run ends.
+
+    A script runs as it stands: with several devices it is run again for each. A run ends with :meth:`end`, with a
+    ``with`` block around it, or with the program. Where workers are started, as by ``ddp_spawn`` or in a notebook, the
+    loop is a function that :meth:`launch` is given.
+
+    With five lines changed, a loop becomes::
 
         run = torchhal.Run(strategy="ddp", devices=2)
         model, optimizer, loader = run.setup(model, optimizer, loader)
@@ -43,14 +53,6 @@ class Run:
                 run.backward(loss)
                 optimizer.step()
             run.save_checkpoint()
-
-    The processes, the numbers, the stops on a signal, the failures and the checkpoints are those of the Trainer, which
-    can continue a run's checkpoint, and the reverse. ``setup`` changes what ``forward`` of a model, ``step`` and
-    ``zero_grad`` of an optimizer and ``step`` of a scheduler do, on the objects that it gets, until the run ends.
-
-    A script runs as it stands: with several devices it is run again for each. A run ends with :meth:`end`, with a
-    ``with`` block around it, or with the program. Where workers are started, as by ``ddp_spawn`` or in a notebook, the
-    loop is a function that :meth:`launch` is given.
 
     Args:
         accelerator: as for :class:`torchhal.Trainer`, like all others.
