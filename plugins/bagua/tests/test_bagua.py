@@ -140,3 +140,8 @@ def test_a_missing_bagua_is_named(process):
         "from torchhal_bagua import BaguaStrategy; BaguaStrategy()\n"
     )
     assert "needs the package bagua, which is not installed" in process(code).stderr
+
+
+@pytest.mark.slow
+def test_a_loop_by_run_is_the_plain_one(python):
+    assert "all right" in python("own_loop.py")

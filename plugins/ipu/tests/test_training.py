@@ -11,3 +11,8 @@ def test_training(python, half):
 
 def test_ctrl_c_and_a_loop_without_the_trainer(python):
     python("alone.py")
+
+
+def test_a_loop_by_run(python):
+    steps, difference = map(float, python("own_loop.py").split()[-2:])
+    assert steps == 12 and difference < 2e-6

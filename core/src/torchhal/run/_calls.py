@@ -58,6 +58,9 @@ class Calls:
         """The number of backward passes at the last step of each optimizer."""
         self._skipped: set[int] = set()
         """The optimizers whose last step the precision has skipped."""
+        owned = {"owns_backward", "owns_accumulation"}
+        self._keeps_function = "owns_step" in self._features or owned <= self._features
+        self._function_code: Any = None
         self._steps = FunctionSteps(run.module)
         self._step_functions: dict[str, Callable[..., Any]] = {}
         self._routes = Routes()
@@ -119,6 +122,8 @@ class Calls:
         if training and owns and not backward:
             raise ConfigurationError(self._refusal)
         name = "training_step" if training else "validation_step"
+        if training and self._keeps_function:
+            self._check_same(function)
         if name not in self._step_functions:
             self._step_functions[name] = self._strategy.step_function(name)
         self._steps.function = function
@@ -145,6 +150,16 @@ class Calls:
         self._is_fresh = True
         self.backward(loss)
         return without_graph(output)
+
+    def _check_same(self, function: Callable[[Any], Any]) -> None:
+        """Raise for another function than the first one, which an engine that owns whole steps may have compiled."""
+        code = getattr(function, "__code__", function)
+        self._function_code = code if self._function_code is None else self._function_code
+        if code is not self._function_code:
+            raise ConfigurationError(
+                f"strategy {self._strategy.display_name!r} keeps the function of the first forward_backward, and now it "
+                "is another: call it with one, which looks at the batch for what it is to do"
+            )
 
     # -- backward --------------------------------------------------------------------------------------------------
 
@@ -179,9 +194,12 @@ class Calls:
         if self._batches.in_batch and not self._batches.updates:
             return None
         if "owns_clipping" in self._features:
+            strategy = self._strategy
+            if (strategy.gradient_clip_val, strategy.gradient_clip_algorithm) == (max_norm, algorithm):
+                return None  # in its step
             raise ConfigurationError(
                 f"strategy {self._strategy.display_name!r} clips by itself: give torchhal.Run(gradient_clip_val="
-                f"{max_norm}), and leave clip_gradients out"
+                f"{max_norm}), which it was set up with"
             )
         return self._strategy.clip_gradients(optimizer, max_norm, algorithm)
 

@@ -389,7 +389,11 @@ class Run:
             algorithm: ``"norm"`` or ``"value"``.
 
         Returns:
-            The norm before, 0-d; None for ``"value"``, and before the end of an accumulation.
+            The norm before, 0-d; None for ``"value"``, before the end of an accumulation, and where the strategy clips
+            in its step, by the ``gradient_clip_val`` of the run.
+
+        Raises:
+            ConfigurationError: the strategy clips by itself, and the run has another ``gradient_clip_val``.
         """
         return self._ready()[0].clip_gradients(optimizer, max_norm, algorithm)
 
