@@ -157,7 +157,7 @@ class Calls:
         self._function_code = code if self._function_code is None else self._function_code
         if code is not self._function_code:
             raise ConfigurationError(
-                f"strategy {self._strategy.display_name!r} keeps the function of the first forward_backward, and now it "
+                f"strategy {self._strategy.display_name!r} keeps the function of the first forward_backward, and this "
                 "is another: call it with one, which looks at the batch for what it is to do"
             )
 
