@@ -182,7 +182,7 @@ def test_a_step_of_the_models_own_is_there_again_after_the_run(make):
     run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert float(run.forward_backward(lambda batch: model(batch).sum() * 0, torch.randn(2, 8))) == 0
     run.end()
-    assert float(model.training_step(torch.randn(2, 8), 0)) != 0
+    assert model.training_step(torch.randn(2, 8), 0).item() != 0
 
 
 # -- positions and checkpoints -----------------------------------------------------------------------------------------
@@ -335,6 +335,47 @@ def test_metrics_go_to_the_loggers_at_their_interval(make, tmp_path):
     (file,) = tmp_path.rglob("metrics.csv")
     lines = file.read_text().splitlines()
     assert len(lines) == 4 and "accuracy" in lines[0] and "loss" in lines[0]
+
+
+def test_an_evaluation_that_is_left_ends_for_the_strategy(make):
+    class Notes(SingleDeviceStrategy):
+        seen = ""
+
+        def on_train_epoch_start(self):
+            self.seen += "("
+
+        def on_train_epoch_end(self):
+            self.seen += ")"
+
+        def on_evaluation_start(self, stage):
+            self.seen += "["
+
+        def on_evaluation_end(self, stage):
+            self.seen += "]"
+
+    model, loader, strategy = net(), DataLoader(data(), batch_size=20), Notes()
+    run = make(strategy=strategy)
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    for _ in run.batches(loader):
+        for _ in run.evaluation_batches(loader):
+            break
+    for _ in run.evaluation_batches(loader):
+        break
+    for _ in run.batches(loader):
+        break
+    run.end()
+    assert strategy.seen == "([][])[]()"
+
+
+def test_a_folder_that_cannot_be_written_to_stops_no_loop(make, tmp_path):
+    (tmp_path / "file").touch()
+    model = net()
+    run = make(default_root_dir=tmp_path / "file" / "folder")
+    with pytest.warns(UserWarning, match="can't be written to"):
+        run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run.save_checkpoint(tmp_path / "here.ckpt")
+    with pytest.raises(torchhal.errors.CheckpointError):
+        run.save_checkpoint()
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

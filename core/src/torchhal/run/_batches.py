@@ -39,6 +39,8 @@ class TrainingBatches:
         self.in_batch = False
         self.updates = True
         self._is_owned = bool({"owns_accumulation", "owns_step"} & set(self._state.strategy.features))
+        self.is_evaluated = False
+        """Whether an evaluation is under way, or was left by ``break``."""
         self._epoch_is_open = False
         self._was_left = False
         self._elsewhere = 0
@@ -50,6 +52,7 @@ class TrainingBatches:
     def epoch(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of an epoch, or of the rest of one that a checkpoint is in the midst of."""
         check_training_loader(loader)
+        self.end_evaluation()
         state = self._state
         if state.sources.train is None:
             if state.ckpt_path is not None and state.progress.batches_done:
@@ -103,6 +106,8 @@ class TrainingBatches:
                 if after is not None:
                     after(None, batch, index)
                 del batch
+                if self.is_evaluated:
+                    self.end_evaluation()
                 self.boundary()
             if length is not None and length == data.loader_length:
                 reach_end_of_sampler(state, iterator)
@@ -202,6 +207,12 @@ class TrainingBatches:
         watch.steps_done += 1
         if watch.stop_requested and (signum := watch.agree_on_stop_step()) is not None and signum > 0:
             self._stop(signum)
+
+    def end_evaluation(self) -> None:
+        """End an evaluation for the strategy, also one that the loop has left by ``break``. Every rank must call."""
+        if self.is_evaluated:
+            self.is_evaluated = False
+            self._state.phases.end()
 
     @property
     def current_epoch(self) -> int:

@@ -235,6 +235,8 @@ class Run:
             if state.state.fn == "fit":
                 if self._batches.current_epoch != state.progress.epoch:
                     self._batches.settle()
+                self._batches.end_evaluation()
+                self._trainer.saver.on_train_end(self._trainer, state.module)  # waits for a save under way
                 state.phases.end_all()
                 state.progress.stop_clock()
             signum = strategy.watch.agree_on_stop_at_end(strategy.timeout)
@@ -322,17 +324,19 @@ class Run:
         return self._evaluate(calls, Evaluation(self._state, loader, batches.boundary))
 
     def _evaluate(self, calls: Calls, evaluation: Evaluation) -> Iterator[Any]:
-        phases = self._state.phases
+        batches = self._batches
+        assert batches is not None
+        batches.end_evaluation()
         self._evaluation, calls.evaluating = evaluation, True
-        phases.start_evaluation("validate")
-        ended = False
+        self._state.phases.start_evaluation("validate")
+        batches.is_evaluated = True
         try:
             yield from evaluation.batches()
-            ended = True
-        finally:
+        except GeneratorExit:  # a break, or an error on its way: nothing may communicate here
             self._evaluation, calls.evaluating = None, False
-            if ended:
-                phases.end()
+            raise
+        self._evaluation, calls.evaluating = None, False
+        batches.end_evaluation()
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Return the context of one batch that comes from elsewhere than :meth:`batches`, in which it changes nothing.

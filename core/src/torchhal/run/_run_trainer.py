@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from torchhal.errors import ConfigurationError, ModelError
+from torchhal.errors import CheckpointError, ConfigurationError, ModelError
 from torchhal.run._setup_objects import SetupObjects
 from torchhal.trainer import Trainer
 from torchhal.trainer import _trained_by as trained_by
@@ -21,6 +21,16 @@ class SaveOnCall(ModelCheckpoint):
 
     def __init__(self) -> None:
         super().__init__(every_n_epochs=0, save_on_train_epoch_end=False)
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        """Choose the folder; one that can't be written to stops no loop that saves elsewhere, or never."""
+        try:
+            super().setup(trainer, module, stage)
+        except (CheckpointError, OSError):
+            trainer.warn_once(
+                f"{self.dirpath!r} can't be written to, so nothing is saved there when a signal stops this run: give "
+                "torchhal.Run(default_root_dir=...) another folder"
+            )
 
     def save(self, trainer: Any) -> str:
         """Save under the usual name in the run's folder, instead of the last one there; return the path.
