@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torchhal.capabilities import collective
 from torchhal.distributed import collectives
 from torchhal.errors import TorchhalError
 from torchhal.memory_estimate import ModelMemory, ParameterMemory
+from torchhal.step_memory import StepMemory, TrainingStep
 from torchhal.strategies import StepResult
 from torchhal.strategies.sharded_optimizers import find_differing_settings
 from torchhal_parallel._device_mesh import groups_of, release_groups
@@ -35,6 +37,7 @@ from torchhal_parallel._sharded_base import ShardedStrategy
 from torchhal_parallel._sharding_errors import explain_unit
 from torchhal_parallel._step_runner import StepRunner
 from torchhal_parallel._uneven_inputs import uneven_forward
+from torchhal_parallel._unit_memory import Unit, find_units
 from torchhal_parallel._wrap_policy import check_form, check_policy, find_blocks
 
 
@@ -422,6 +425,27 @@ class FullyShardedStrategy(ShardedStrategy):
             keep=not self.reshard_after_forward,
             dtype=None if self.mixed_precision is None else self.mixed_precision.param_dtype,
         )
+
+    def units_of(
+        self, model: ModelMemory, held: Iterable[ParameterMemory], shapes: Mapping[int, Sequence[int]], size: int
+    ) -> dict[str, Unit]:
+        """Return the units by their names, over ``size`` ranks: what :meth:`gathered_memory` adds up, one by one."""
+        whole = self.names_kept_whole(model.module)
+        policy = self.mixed_precision
+        return find_units(
+            model,
+            [entry for entry in held if entry.name not in whole],
+            shapes,
+            self.wrap_policy,
+            size,
+            param_dtype=None if policy is None else policy.param_dtype,
+            reduce_dtype=None if policy is None else policy.reduce_dtype,
+        )
+
+    def step_memory(self, step: TrainingStep, world_size: int) -> StepMemory:
+        if self.activation_checkpointing is None:
+            return super().step_memory(step, world_size)
+        return step.measure(prepare=partial(recompute, policy=self.activation_checkpointing))
 
     def teardown(self) -> None:
         groups = groups_of(self._mesh)

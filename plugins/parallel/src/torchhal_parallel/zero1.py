@@ -11,7 +11,8 @@ import torch
 from torch.optim import Optimizer
 
 from torchhal.distributed import collectives
-from torchhal.memory_estimate import MemoryEstimate, ModelMemory
+from torchhal.memory_estimate import MemoryEstimate, ModelMemory, ParameterMemory, bytes_of
+from torchhal.step_memory import MemoryByPhase, PhaseMemory, StepMemory, share
 from torchhal.strategies import DDPStrategy, StepResult
 from torchhal.strategies.sharded_optimizers import (
     ShardedOptimizersStrategy,
@@ -113,6 +114,41 @@ class ZeRO1Strategy(ShardedOptimizersStrategy, DDPStrategy):
             rank_of |= _owners(optimizer, world_size)
         return replace(whole, optimizer=largest_share(model, rank_of, world_size))
 
+    def memory_by_phase(self, step: StepMemory, model: ModelMemory, world_size: int) -> MemoryByPhase:
+        """Return the phases, with what a rank sends and receives of the parameters that it or another one has stepped.
+
+        A share travels in messages of up to 64 MiB; the receiver copies one tensor at a time out of it.
+        """
+        found = super().memory_by_phase(step, model, world_size)
+        if world_size == 1:
+            return found
+        rank_of: dict[torch.Tensor, int] = {}
+        for optimizer in model.optimizers:
+            rank_of |= _owners(optimizer, world_size)
+        own: list[list[ParameterMemory]] = [[] for _ in range(world_size)]
+        for entry in model.parameters:
+            if entry.parameter in rank_of and entry.parameter.requires_grad:
+                own[rank_of[entry.parameter]].append(entry)
+        sizes = [sum(bytes_of(entry.parameter) for entry in entries) for entries in own]
+        state = [sum(entry.parts()[2] for entry in entries) for entries in own]
+        messages = [_largest_message(entries) for entries in own]
+        without = found.optimizer.bytes - round(
+            share(max(state), model.estimate().optimizer) * step.optimizer_temporary
+            if model.estimate().optimizer
+            else step.optimizer_temporary
+        )
+        phases = []
+        for rank in range(world_size):
+            stepping = round(share(sizes[rank], sum(sizes)) * step.optimizer_temporary)
+            # the sender has made its message; a receiver copies the largest tensor out of it too
+            sent = [
+                (message + (0 if owner == rank else largest), f"{name}, sent by rank {owner}")
+                for owner, (message, largest, name) in enumerate(messages)
+            ]
+            extra, unit = max((stepping, ""), *sent)
+            phases.append(PhaseMemory(without - max(state) + state[rank] + extra, unit))
+        return replace(found, optimizer=max(phases, key=lambda phase: phase.bytes))
+
     # -- state -----------------------------------------------------------------------------------------------
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -148,3 +184,19 @@ def _owners(optimizer: Optimizer, world_size: int) -> dict[torch.Tensor, int]:
         owner[parameters[index]] = rank
         load[rank] += parameters[index].numel()
     return {parameter: owner[parameter] for parameter in parameters}
+
+
+_MESSAGE_BYTES = 64 << 20
+"""The most bytes of parameters that are sent as one message, unless one alone is larger."""
+
+
+def _largest_message(entries: Sequence[ParameterMemory]) -> tuple[int, int, str]:
+    """Return (its bytes, those of its largest tensor, the name of that) of the message that takes most."""
+    messages: list[list[tuple[int, str]]] = [[]]
+    for entry in entries:
+        count = bytes_of(entry.parameter)
+        if messages[-1] and sum(size for size, _ in messages[-1]) + count > _MESSAGE_BYTES:
+            messages.append([])
+        messages[-1].append((count, entry.name))
+    found = [(sum(size for size, _ in message), *max(message)) for message in messages if message]
+    return max(found, key=lambda each: each[0] + each[1], default=(0, 0, ""))
