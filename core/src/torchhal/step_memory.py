@@ -1,37 +1,43 @@
 """Bytes that one training step needs on a device, phase by phase: what a fake or real step measures, and per rank.
 
 :class:`StepMemory` is what a step of the whole model takes on one device: measured once, whatever the strategy.
-:meth:`.Strategy.memory_by_phase` makes of it, and of :class:`.ModelMemory`, a :class:`MemoryByPhase`: what the rank that
-needs most holds in the forward, in the backward and while the optimizer steps.
+:meth:`.Strategy.memory_by_phase` makes of it, and of :class:`.ModelMemory`, a :class:`MemoryByPhase`: what the rank
+that needs most holds in the forward, in the backward and while the optimizer steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
+import torch
 from torch import nn
 
 from torchhal.errors import TorchhalError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory, bytes_of
 
 __all__ = [
+    "MESSAGE_BYTES",
     "FakeStepError",
     "MemoryByPhase",
     "Moment",
     "PhaseMemory",
     "StepMemory",
     "TrainingStep",
+    "broadcast_memory",
     "largest_parameter",
     "phases_of",
+    "setup_memory",
     "share",
     "unknown_step",
 ]
 
 Phase = Literal["forward", "backward", "optimizer"]
 
-PHASES: Final[tuple[Phase, ...]] = ("forward", "backward", "optimizer")
+MESSAGE_BYTES: Final = 64 << 20
+"""The most bytes of weights sent as one message: many small ones are slow, one of the whole doubles memory."""
 
 
 class FakeStepError(TorchhalError):
@@ -139,6 +145,7 @@ class MemoryByPhase:
         backward: while the gradients are.
         optimizer: while the optimizer steps, and what it has changed is sent.
         save: while a checkpoint is made of what the ranks hold; None: as much as between two steps.
+        setup: while the model comes to the device and gets the values of rank 0; None: its parameters and buffers.
         note: what the numbers assume or leave out.
 
     .. versionadded:: 0.2
@@ -148,13 +155,15 @@ class MemoryByPhase:
     backward: PhaseMemory
     optimizer: PhaseMemory
     save: PhaseMemory | None = None
+    setup: PhaseMemory | None = None
     note: str = ""
 
     @property
     def phases(self) -> dict[str, PhaseMemory]:
         """Each phase by its name, in their order."""
         found = {"forward": self.forward, "backward": self.backward, "optimizer": self.optimizer}
-        return found if self.save is None else {**found, "save": self.save}
+        rest = {"save": self.save, "setup": self.setup}
+        return found | {name: phase for name, phase in rest.items() if phase is not None}
 
     @property
     def phase(self) -> str:
@@ -250,6 +259,38 @@ def phases_of(step: StepMemory, model: ModelMemory, estimate: MemoryEstimate, *,
         save=PhaseMemory(between),
         note=joined(step.note, estimate.note, note),
     )
+
+
+def broadcast_memory(tensors: Iterable[torch.Tensor], names: Iterable[str] = ()) -> tuple[int, str]:
+    """Return the bytes that a rank needs beside ``tensors`` to receive them, as one message or several, and a name.
+
+    Those of the message that takes most, of up to 64 MiB unless one tensor is larger, and of the largest tensor in it,
+    which is copied out of it.
+
+    Args:
+        tensors: in the order in which they are sent.
+        names: of the tensors; the name of the largest one in that message is returned.
+
+    .. versionadded:: 0.2
+    """
+    messages: list[list[tuple[int, str]]] = [[]]
+    for tensor, name in itertools.zip_longest(tensors, names, fillvalue=""):
+        count = bytes_of(tensor)  # type: ignore[arg-type]
+        if messages[-1] and sum(size for size, _ in messages[-1]) + count > MESSAGE_BYTES:
+            messages.append([])
+        messages[-1].append((count, name))  # type: ignore[arg-type]
+    found = [(sum(size for size, _ in message) + max(message)[0], max(message)[1]) for message in messages if message]
+    return max(found, default=(0, ""))
+
+
+def setup_memory(model: ModelMemory) -> PhaseMemory:
+    """Return what a rank holds while the whole model, on its device, gets the values of rank 0.
+
+    .. versionadded:: 0.2
+    """
+    tensors = dict([*model.module.named_parameters(), *model.module.named_buffers()])
+    extra, name = broadcast_memory(tensors.values(), tensors)
+    return PhaseMemory(sum(map(bytes_of, tensors.values())) + extra, name)
 
 
 def share(part: int, whole: int) -> float:

@@ -56,7 +56,7 @@ class StepLoop:
             if hasattr(self.module, name):
                 own[name] = _nothing
         if hasattr(self.module, "lr_schedulers"):
-            own["lr_schedulers"] = lambda: []
+            own["lr_schedulers"] = list
         if hasattr(self.module, "optimizers") and callable(self.module.optimizers):
             own["optimizers"] = lambda *args, **kwargs: (
                 self.optimizers[0] if len(self.optimizers) == 1 else self.optimizers

@@ -1,7 +1,7 @@
 """Bytes of a training step of units that torch's ``fully_shard`` gathers and frees, phase by phase.
 
 The order of allocations is that of FSDP2: a unit is gathered into one flat tensor and copied out of it, in the forward
-that tensor stays until the next unit is copied out; in the backward the next unit is gathered while one computes; its
+that tensor stays until the next unit has been copied out; in the backward the next unit is gathered while one computes; its
 whole gradients are copied into one flat tensor, which stays until the next unit's.
 """
 
@@ -137,7 +137,8 @@ class UnitTimeline:
                 if current.name and not self._keep:
                     gathered.pop(current.name, None)
                 if unit.name and unit.name not in gathered:
-                    peak.see(there + sum(gathered.values()) + flat + unit.whole, unit.name)
+                    # the flat tensor of the unit before is freed when this one is copied out of its own
+                    peak.see(there + sum(gathered.values()) + flat + 2 * unit.whole, unit.name)
                     gathered[unit.name] = flat = unit.whole
                 current = unit
             peak.see(there + sum(gathered.values()) + flat, unit.name)
@@ -196,7 +197,13 @@ class UnitTimeline:
 
 
 def sharded_phases(
-    step: StepMemory, model: ModelMemory, estimate: MemoryEstimate, timeline: UnitTimeline, *, offloads: bool
+    step: StepMemory,
+    model: ModelMemory,
+    estimate: MemoryEstimate,
+    timeline: UnitTimeline,
+    *,
+    offloads: bool,
+    setup: PhaseMemory | None = None,
 ) -> MemoryByPhase:
     """Return the phases of a rank that holds what ``estimate`` says between two steps.
 
@@ -206,6 +213,7 @@ def sharded_phases(
         estimate: of the rank; its ``temporary`` is left out, for ``timeline`` has it moment by moment.
         timeline: of the step.
         offloads: what the rank holds between two steps, buffers excepted, is in host memory.
+        setup: while the model is prepared; see :class:`.MemoryByPhase`.
     """
     plain = phases_of(step, model, replace(estimate, temporary=0))
     whole = model.estimate()
@@ -219,6 +227,7 @@ def sharded_phases(
         backward=backward,
         optimizer=PhaseMemory(between) if offloads else plain.optimizer,
         save=PhaseMemory(between + largest, name),
+        setup=setup,
         note=plain.note,
     )
 

@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchhal.composition import Composition
 from torchhal.distributed import collectives
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
-from torchhal.step_memory import MemoryByPhase, StepMemory, phases_of
+from torchhal.step_memory import MemoryByPhase, StepMemory, setup_memory
 from torchhal.strategies import check_lookups
+from torchhal.trainer.adapters import implements
 from torchhal_parallel._fsdp_base import FullyShardedStrategy
 from torchhal_parallel._fsdp_units import check_torch
 from torchhal_parallel._materialize import materialize, tensors_on_meta
@@ -142,5 +143,7 @@ class FSDPStrategy(FullyShardedStrategy):
             offloads=self.cpu_offload,
         )
         if not timeline.knows_units or world_size == 1:
-            return phases_of(step, model, estimate)
-        return sharded_phases(step, model, estimate, timeline, offloads=self.cpu_offload)
+            return super().memory_by_phase(step, model, world_size)
+        # what configure_model builds comes unit by unit: never whole on a device
+        setup = None if implements(model.module, "configure_model") else setup_memory(model)
+        return sharded_phases(step, model, estimate, timeline, offloads=self.cpu_offload, setup=setup)

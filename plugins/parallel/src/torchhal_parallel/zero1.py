@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from torchhal.distributed import collectives
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory, ParameterMemory, bytes_of
-from torchhal.step_memory import MemoryByPhase, PhaseMemory, StepMemory, share
+from torchhal.step_memory import MESSAGE_BYTES, MemoryByPhase, PhaseMemory, StepMemory, broadcast_memory, share
 from torchhal.strategies import DDPStrategy, StepResult
 from torchhal.strategies.sharded_optimizers import (
     ShardedOptimizersStrategy,
@@ -131,7 +131,10 @@ class ZeRO1Strategy(ShardedOptimizersStrategy, DDPStrategy):
                 own[rank_of[entry.parameter]].append(entry)
         sizes = [sum(bytes_of(entry.parameter) for entry in entries) for entries in own]
         state = [sum(entry.parts()[2] for entry in entries) for entries in own]
-        messages = [_largest_message(entries) for entries in own]
+        messages = [
+            broadcast_memory((entry.parameter for entry in entries), (entry.name for entry in entries))
+            for entries in own
+        ]
         without = found.optimizer.bytes - round(
             share(max(state), model.estimate().optimizer) * step.optimizer_temporary
             if model.estimate().optimizer
@@ -140,12 +143,12 @@ class ZeRO1Strategy(ShardedOptimizersStrategy, DDPStrategy):
         phases = []
         for rank in range(world_size):
             stepping = round(share(sizes[rank], sum(sizes)) * step.optimizer_temporary)
-            # the sender has made its message; a receiver copies the largest tensor out of it too
-            sent = [
-                (message + (0 if owner == rank else largest), f"{name}, sent by rank {owner}")
-                for owner, (message, largest, name) in enumerate(messages)
+            received = [
+                (count, f"{name}, sent by rank {owner}")
+                for owner, (count, name) in enumerate(messages)
+                if owner != rank
             ]
-            extra, unit = max((stepping, ""), *sent)
+            extra, unit = max((stepping, ""), (min(sizes[rank], MESSAGE_BYTES), "what it sends"), *received)
             phases.append(PhaseMemory(without - max(state) + state[rank] + extra, unit))
         return replace(found, optimizer=max(phases, key=lambda phase: phase.bytes))
 
@@ -184,19 +187,3 @@ def _owners(optimizer: Optimizer, world_size: int) -> dict[torch.Tensor, int]:
         owner[parameters[index]] = rank
         load[rank] += parameters[index].numel()
     return {parameter: owner[parameter] for parameter in parameters}
-
-
-_MESSAGE_BYTES = 64 << 20
-"""The most bytes of parameters that are sent as one message, unless one alone is larger."""
-
-
-def _largest_message(entries: Sequence[ParameterMemory]) -> tuple[int, int, str]:
-    """Return (its bytes, those of its largest tensor, the name of that) of the message that takes most."""
-    messages: list[list[tuple[int, str]]] = [[]]
-    for entry in entries:
-        count = bytes_of(entry.parameter)
-        if messages[-1] and sum(size for size, _ in messages[-1]) + count > _MESSAGE_BYTES:
-            messages.append([])
-        messages[-1].append((count, entry.name))
-    found = [(sum(size for size, _ in message), *max(message)) for message in messages if message]
-    return max(found, key=lambda each: each[0] + each[1], default=(0, 0, ""))
