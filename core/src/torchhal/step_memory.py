@@ -80,6 +80,7 @@ class StepMemory:
         moments: the greatest use of each module in each phase, in the order in which they compute.
         saved: bytes of the activations that wait for the backward when the forward ends, by the name of the module that
             has made them.
+        results: bytes of what each module has returned in the forward, by its name; ``""`` for the model.
         outputs: of what the step has returned, and still lies there while the optimizer steps.
         optimizer_temporary: what the optimizer adds while it steps, such as those of its foreach implementation.
         source: how it was measured: by a fake step, by a real one, or not at all, then without moments.
@@ -95,6 +96,7 @@ class StepMemory:
     batch: int = 0
     moments: tuple[Moment, ...] = ()
     saved: Mapping[str, int] = field(default_factory=dict)
+    results: Mapping[str, int] = field(default_factory=dict)
     outputs: int = 0
     optimizer_temporary: int = 0
     source: Literal["fake step", "real step", "unknown"] = "fake step"
@@ -197,11 +199,16 @@ class TrainingStep(Protocol):
     .. versionadded:: 0.2
     """
 
+    @property
+    def module(self) -> nn.Module:
+        """The model, of which copies take the step."""
+
     def measure(
         self,
         *,
         shape_of: Callable[[str, nn.Parameter], Sequence[int] | None] | None = None,
         prepare: Callable[[nn.Module], None] | None = None,
+        foreach: bool | None = None,
     ) -> StepMemory:
         """Return what the step takes on one device.
 
@@ -210,6 +217,8 @@ class TrainingStep(Protocol):
                 has and computes with, None for all of it. The forward must work with such parts.
             prepare: called with the copy of the model that takes the step, before it does, to change it: to let it
                 recompute activations, for example.
+            foreach: whether optimizers that leave it open take all parameters at once, which needs memory; None: as
+                torch does by default on the device.
 
         Raises:
             FakeStepError: it can't run so.

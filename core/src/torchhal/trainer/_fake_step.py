@@ -58,6 +58,7 @@ class FakeStep:
         *,
         shape_of: Callable[[str, nn.Parameter], Sequence[int] | None] | None = None,
         prepare: Callable[[nn.Module], None] | None = None,
+        foreach: bool | None = None,
     ) -> StepMemory:
         """Return what the step takes on one device; see :meth:`.TrainingStep.measure`.
 
@@ -71,7 +72,7 @@ class FakeStep:
                     shapes[id(parameter)] = tuple(shape)
         try:
             with host_generators_restored(), _quiet(), without_step_hooks():
-                return self._measure(shapes, prepare)
+                return self._measure(shapes, prepare, foreach)
         except FakeStepError:
             raise
         except Exception as error:
@@ -81,7 +82,12 @@ class FakeStep:
                 f"({type(error).__name__}: {reason[:300]})"
             ) from error
 
-    def _measure(self, shapes: dict[int, tuple[int, ...]], prepare: Callable[[nn.Module], None] | None) -> StepMemory:
+    def _measure(
+        self,
+        shapes: dict[int, tuple[int, ...]],
+        prepare: Callable[[nn.Module], None] | None,
+        foreach: bool | None,
+    ) -> StepMemory:
         counter = MemoryCounter(self.device_type)
         device = torch.device(self.device_type)
         # what the step reads beside the model and the batch, such as constants of its file, has values still
@@ -89,7 +95,7 @@ class FakeStep:
         with mode:
             copier = FakeCopy(device, shapes)
             module = copier.module(self.module)
-        optimizers = [self._copy(optimizer, copier) for optimizer in self.optimizers]
+        optimizers = [self._copy(optimizer, copier, foreach) for optimizer in self.optimizers]
         with mode:
             for optimizer in optimizers:
                 _make_state_fake(optimizer)
@@ -122,18 +128,19 @@ class FakeStep:
             size,
             moments,
             counter.saved,
+            counter.results,
             counter.outputs,
             max(0, stepping - counter.outputs),
         )
 
-    def _copy(self, optimizer: Optimizer, copier: FakeCopy) -> Optimizer:
+    def _copy(self, optimizer: Optimizer, copier: FakeCopy, foreach: bool | None) -> Optimizer:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not all(parameter in copier.twins for parameter in held):
             raise FakeStepError(f"the {type(optimizer).__name__} holds tensors that are no parameters of the model")
         copied = copy_optimizer(optimizer, copier.twins)
         for original, group in zip(optimizer.param_groups, copied.param_groups, strict=True):
             if group.get("foreach", False) is None and not group.get("fused"):
-                group["foreach"] = self._steps_by_foreach(original)
+                group["foreach"] = self._steps_by_foreach(original) if foreach is None else foreach
         return copied
 
     def _steps_by_foreach(self, group: dict[str, Any]) -> bool:

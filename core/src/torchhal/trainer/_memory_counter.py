@@ -57,6 +57,8 @@ class MemoryCounter(TorchDispatchMode):
         self.moments: list[Moment] = []
         self.saved: dict[str, int] = {}
         """Bytes of activations when the forward last ended, by the module that has made them."""
+        self.results: dict[str, int] = {}
+        """Bytes of what each module has returned in a forward."""
         self.outputs = 0
         """Bytes of activations that were left when the optimizer last began."""
         self._handles: list[Any] = []
@@ -145,7 +147,9 @@ class MemoryCounter(TorchDispatchMode):
     def watch(self, module: nn.Module) -> None:
         """Follow the calls of the submodules of ``module`` and the gradients of its parameters, by hooks on them."""
         for name, submodule in module.named_modules():
-            if name:
+            if not name:
+                self._handles.append(submodule.register_forward_hook(partial(self._returned, name)))
+            else:
                 self._handles.append(submodule.register_forward_pre_hook(partial(self._enter, name), prepend=True))
                 self._handles.append(submodule.register_forward_hook(partial(self._leave, name), always_call=True))
         for parameter in module.parameters():
@@ -160,9 +164,14 @@ class MemoryCounter(TorchDispatchMode):
         if self._stack and self._stack[-1] == name:
             self._stack.pop()
         if self._phase == "forward":
+            self._returned(name, module, args, output)
             for leaf in tree_leaves(output):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
                     leaf.register_hook(self._backward_hook(name))  # type: ignore[no-untyped-call]
+
+    def _returned(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        self.results[name] = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def _backward_hook(self, name: str) -> Callable[[torch.Tensor], None]:
         def begin(_: torch.Tensor) -> None:

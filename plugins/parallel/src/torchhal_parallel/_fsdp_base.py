@@ -443,9 +443,16 @@ class FullyShardedStrategy(ShardedStrategy):
         )
 
     def step_memory(self, step: TrainingStep, world_size: int) -> StepMemory:
-        if self.activation_checkpointing is None:
-            return super().step_memory(step, world_size)
-        return step.measure(prepare=partial(recompute, policy=self.activation_checkpointing))
+        module = step.module
+        shapes = {name: parameter.dim() for name, parameter in module.named_parameters()}
+        # where some stay whole, the optimizer takes all of them one by one
+        foreach = False if world_size > 1 and any(shapes[name] for name in self.names_kept_whole(module)) else None
+        return step.measure(prepare=self.prepare_step(), foreach=foreach)
+
+    def prepare_step(self) -> Callable[[nn.Module], None] | None:
+        """Return what makes a copy of the model recompute activations as this strategy lets it; None if it doesn't."""
+        policy = self.activation_checkpointing
+        return None if policy is None else partial(recompute, policy=policy)
 
     def teardown(self) -> None:
         groups = groups_of(self._mesh)
