@@ -1,6 +1,7 @@
 """Six models whose steps need memory for different reasons, and what their training takes on a simulated device."""
 
 import gc
+import itertools
 
 import torch
 from torch import nn
@@ -65,7 +66,7 @@ class Conv(Trained):
         widths = [3, 32, 32, 64, 64, 64, 64, 64]
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU())
-            for a, b in zip(widths, widths[1:], strict=False)
+            for a, b in itertools.pairwise(widths)
         )
         self.head = nn.Linear(64, 10)
 

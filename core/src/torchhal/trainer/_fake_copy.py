@@ -71,7 +71,7 @@ def _is_torchs(hook: Any) -> bool:
 
 
 def copy_function(device: torch.device) -> Callable[[Any], Any]:
-    """Return a function that makes an empty tensor on ``device`` of each tensor of a batch; to be called in the mode."""
+    """Return a function that makes an empty tensor on ``device`` of each tensor of a batch; called in the mode."""
 
     def copy(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):

@@ -48,7 +48,7 @@ class MemoryCounter(TorchDispatchMode):
         super().__init__()
         self._device_type = device_type
         self._block = 1 if device_type == "cpu" else BLOCK
-        self._storages = WeakIdKeyDictionary()
+        self._storages = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
         self._alive: set[_Storage] = set()
         self.bytes = {"activation": 0, "gradient": 0, "held": 0}
         self._phase: Phase = "forward"
@@ -86,7 +86,7 @@ class MemoryCounter(TorchDispatchMode):
 
     def _count(self, tensor: torch.Tensor) -> _Storage:
         storage = tensor.untyped_storage()
-        found: _Storage | None = self._storages.get(storage)
+        found: _Storage | None = self._storages.get(storage)  # type: ignore[no-untyped-call]
         if found is None:
             found = _Storage(self.size_of(tensor), "activation", self._module)
             self._storages[storage] = found

@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from torchhal._overrides import implements, overrides
 from torchhal.errors import ModelError
-from torchhal.precision import Precision
+from torchhal.precision import Precision, needs_closure
 from torchhal.step_memory import Phase
 from torchhal.trainer._call_signatures import adapt_step
-from torchhal.trainer.loops._optimization import extract_loss, needs_closure
+from torchhal.trainer.loops._optimization import extract_loss
 
 
 class StepLoop:
@@ -47,8 +47,9 @@ class StepLoop:
             implements(module, name) for name in ("on_before_zero_grad", "optimizer_zero_grad")
         )
         self._replace_methods()
-        step = self._with_precision(precision, self.module.training_step)
-        self._step = adapt_step(step, self.module.training_step, several_loaders=False)
+        training_step: Callable[..., Any] = self.module.training_step
+        step = self._with_precision(precision, training_step)
+        self._step = adapt_step(step, training_step, several_loaders=False)
 
     def _replace_methods(self) -> None:
         own = vars(self.module)

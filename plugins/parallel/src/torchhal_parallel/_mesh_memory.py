@@ -147,21 +147,40 @@ def with_region_checks(
         plan: of its layers, resolved.
         size: ranks that share each layer.
     """
-    most, where = 0, ""
+    held = found.forward.bytes - step.peak("forward")
+    forward, seen = found.forward, set()
     for region, layers in _regions(plan).items():
-        weights = sum(
-            weight.numel() * max(4, weight.element_size())
-            for layer in layers
-            for weight in module.get_submodule(layer).parameters(recurse=False)
-        )
-        saved = [
-            count for name, count in step.saved.items() if name == region or name.startswith(region and f"{region}.")
+        parameters = {name: module.get_submodule(name).parameters(recurse=False) for name in layers}
+        shapes = [(name.removeprefix(region), each.numel()) for name, owned in parameters.items() for each in owned]
+        if (kind := tuple(shapes)) in seen:  # of blocks that are alike the first one is compared
+            continue
+        seen.add(kind)
+        inside = region and f"{region}."
+        there = [
+            moment.activations
+            for moment in step.moments
+            if moment.phase == "forward" and (moment.module == region or moment.module.startswith(inside))
         ]
-        extra = weights + size * sum(saved) + 4 * size * max(saved, default=0)
-        if extra > most:
-            most, where = extra, region or type(module).__name__
-    compared = found.forward.bytes + most
-    return replace(found, forward=PhaseMemory(compared, f"the comparison of {where} with one device"))
+        weights = 4 * sum(count for _, count in shapes)  # in float32
+        compared = weights + _compared_rows(step, {name: str(plan[name]) for name in layers}, size)
+        total = held + max(there, default=0) + compared
+        if total > forward.bytes:
+            forward = PhaseMemory(total, f"the comparison of {region or type(module).__name__} with one device")
+    return replace(found, forward=forward)
+
+
+def _compared_rows(step: StepMemory, styles: Mapping[str, str], size: int) -> int:
+    """Return the bytes of what the row-wise layers of a region take and give with whole layers, which is kept.
+
+    And of the largest that one takes, in three tensors that lie there at once.
+    """
+    kept = largest = taken = 0
+    for name, count in step.results.items():  # in the order in which they compute
+        if styles.get(name, "").startswith("colwise"):
+            taken = max(taken, count * size)
+        elif styles.get(name, "").startswith("rowwise"):
+            kept, largest, taken = kept + taken + count, max(largest, taken), 0
+    return kept + 3 * largest
 
 
 def _regions(plan: Mapping[str, Any]) -> dict[str, list[str]]:

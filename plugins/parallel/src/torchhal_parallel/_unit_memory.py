@@ -1,8 +1,8 @@
 """Bytes of a training step of units that torch's ``fully_shard`` gathers and frees, phase by phase.
 
-The order of allocations is that of FSDP2: a unit is gathered into one flat tensor and copied out of it, in the forward
-that tensor stays until the next unit has been copied out; in the backward the next unit is gathered while one computes; its
-whole gradients are copied into one flat tensor, which stays until the next unit's.
+The order of allocations is that of FSDP2: a unit is gathered into one flat tensor and copied out of it. In the forward
+that tensor stays until the next unit has been copied out; in the backward the next unit is gathered while one computes.
+Its whole gradients are copied into one flat tensor, which stays until the next unit's.
 """
 
 from __future__ import annotations
