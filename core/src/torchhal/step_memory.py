@@ -187,7 +187,7 @@ class MemoryByPhase:
         """Return the same with ``count`` more bytes in every phase."""
         notes = "; ".join(filter(None, (self.note, note)))
         phases = {name: replace(phase, bytes=phase.bytes + count) for name, phase in self.phases.items()}
-        return replace(self, **phases, note=notes)  # type: ignore[arg-type]
+        return replace(self, note=notes, **phases)
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "peak": self.peak, "phase": self.phase, "unit": self.unit}
@@ -283,11 +283,11 @@ def broadcast_memory(tensors: Iterable[torch.Tensor], names: Iterable[str] = ())
     .. versionadded:: 0.2
     """
     messages: list[list[tuple[int, str]]] = [[]]
-    for tensor, name in itertools.zip_longest(tensors, names, fillvalue=""):
-        count = bytes_of(tensor)  # type: ignore[arg-type]
+    for tensor, name in zip(tensors, itertools.chain(names, itertools.repeat("")), strict=False):
+        count = bytes_of(tensor)
         if messages[-1] and sum(size for size, _ in messages[-1]) + count > MESSAGE_BYTES:
             messages.append([])
-        messages[-1].append((count, name))  # type: ignore[arg-type]
+        messages[-1].append((count, name))
     found = [(sum(size for size, _ in message) + max(message)[0], max(message)[1]) for message in messages if message]
     return max(found, default=(0, ""))
 

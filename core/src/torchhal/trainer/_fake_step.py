@@ -52,6 +52,8 @@ class FakeStep:
         self.batch = batch
         self.device_type = device_type
         self.precision = Precision() if precision is None else precision
+        self._measured: dict[bool | None, StepMemory] = {}
+        """Of the model as it is, by ``foreach``."""
 
     def measure(
         self,
@@ -65,6 +67,9 @@ class FakeStep:
         Raises:
             FakeStepError: it can't run on fake tensors.
         """
+        as_it_is = shape_of is None and prepare is None
+        if as_it_is and foreach in self._measured:
+            return self._measured[foreach]
         shapes = {}
         if shape_of is not None:
             for name, parameter in self.module.named_parameters():
@@ -72,7 +77,7 @@ class FakeStep:
                     shapes[id(parameter)] = tuple(shape)
         try:
             with host_generators_restored(), _quiet(), without_step_hooks():
-                return self._measure(shapes, prepare, foreach)
+                found = self._measure(shapes, prepare, foreach)
         except FakeStepError:
             raise
         except Exception as error:
@@ -81,6 +86,9 @@ class FakeStep:
                 f"a step of {type(self.module).__name__} can't run without values "
                 f"({type(error).__name__}: {reason[:300]})"
             ) from error
+        if as_it_is:
+            self._measured[foreach] = found
+        return found
 
     def _measure(
         self,

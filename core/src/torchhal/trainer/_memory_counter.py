@@ -45,7 +45,7 @@ class MemoryCounter(TorchDispatchMode):
     """
 
     def __init__(self, device_type: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device_type = device_type
         self._block = 1 if device_type == "cpu" else BLOCK
         self._storages = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
@@ -154,7 +154,8 @@ class MemoryCounter(TorchDispatchMode):
                 self._handles.append(submodule.register_forward_hook(partial(self._leave, name), always_call=True))
         for parameter in module.parameters():
             if parameter.requires_grad:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
+                handle = parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         self._stack.append(name)

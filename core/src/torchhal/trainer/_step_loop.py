@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -47,7 +47,7 @@ class StepLoop:
             implements(module, name) for name in ("on_before_zero_grad", "optimizer_zero_grad")
         )
         self._replace_methods()
-        training_step: Callable[..., Any] = self.module.training_step
+        training_step = cast("Callable[..., Any]", self.module.training_step)
         step = self._with_precision(precision, training_step)
         self._step = adapt_step(step, training_step, several_loaders=False)
 
