@@ -48,7 +48,7 @@ class MemoryCounter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._device_type = device_type
         self._block = 1 if device_type == "cpu" else BLOCK
-        self._storages = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+        self._storages = WeakIdKeyDictionary()
         self._alive: set[_Storage] = set()
         self.bytes = {"activation": 0, "gradient": 0, "held": 0}
         self._phase: Phase = "forward"

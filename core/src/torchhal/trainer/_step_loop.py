@@ -99,13 +99,10 @@ class StepLoop:
         Raises:
             ModelError: ``training_step`` returns no loss.
         """
-        self.on_phase("forward")
-        if not self.automatic:
-            self._step(batch, 0, 0)
-            return
-        optimizer = self.optimizers[0] if self.optimizers else None
+        optimizer = self.optimizers[0] if self.optimizers and self.automatic else None
         if self._clears_early and optimizer is not None:
             optimizer.zero_grad()
+        self.on_phase("forward")
         output = self._step(batch, 0, 0)
         if optimizer is None:
             return
