@@ -270,7 +270,7 @@ def test_bf16_takes_half_of_the_activations() -> None:
     assert half.results["blocks.0.0"] == full.results["blocks.0.0"] // 2
 
 
-COMMAND = ["explain", "--accelerator", "cpu", "--devices", "2", "--model", "mine:Deep"]
+COMMAND = ["explain", "--accelerator", "cpu", "--devices", "2", "--model", "step_file:Deep"]
 FILE = """
 from memory_models import Deep
 from test_step_memory import Fails
@@ -297,14 +297,14 @@ given = Deep.batch(8)
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.py").write_text(FILE)
+    (tmp_path / "step_file.py").write_text(FILE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "mine", raising=False)
+    monkeypatch.delitem(__import__("sys").modules, "step_file", raising=False)
 
 
 @pytest.mark.usefixtures("file")
 def test_explain_with_a_batch(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*COMMAND, "--batch", "mine:batch", "--memory", "32MiB", "--json"]) == 0
+    assert cli.main([*COMMAND, "--batch", "step_file:batch", "--memory", "32MiB", "--json"]) == 0
     memory = json.loads(capfd.readouterr().out)["memory"]
     rows = {row["strategy"]: row for row in memory["strategies"] if "by_phase" in row}
     assert (memory["limit"], memory["margin"], memory["measured_by"]) == (32 * 2**20, 0.12, "fake step")
@@ -314,7 +314,7 @@ def test_explain_with_a_batch(capfd: pytest.CaptureFixture[str]) -> None:
         assert row["missing"] == max(0, round(phases["peak"] * 1.12) - 32 * 2**20)
         assert phases["peak"] >= row["total"]
     assert rows["single_device"]["fits"] and not rows["ddp"]["fits"]
-    assert cli.main([*COMMAND, "--batch", "mine:batch", "--memory", "32MiB"]) == 0
+    assert cli.main([*COMMAND, "--batch", "step_file:batch", "--memory", "32MiB"]) == 0
     out = capfd.readouterr().out
     header, *table = out.partition("rank(s):\nstrategy")[2].splitlines()
     assert header.split() == ["forward", "backward", "optimizer", "save", "setup", "peak", "decided", "by", "fits"]
@@ -324,14 +324,14 @@ def test_explain_with_a_batch(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.usefixtures("file")
 @pytest.mark.parametrize(("name", "count"), [("given", 8), ("batch", 64), ("loader", 32)])
 def test_a_batch_is_itself_or_the_first_of_a_loader(capfd: pytest.CaptureFixture[str], name: str, count: int) -> None:
-    assert cli.main([*COMMAND, "--strategy", "ddp", "--batch", f"mine:{name}", "--json"]) == 0
+    assert cli.main([*COMMAND, "--strategy", "ddp", "--batch", f"step_file:{name}", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["memory"]["batch_bytes"] == 2 * 256 * 4 * count
 
 
 @pytest.mark.usefixtures("file")
 def test_a_step_that_reads_values_is_unknown_on_the_cpu(capfd: pytest.CaptureFixture[str]) -> None:
-    command = ["explain", "--accelerator", "cpu", "--devices", "1", "--model", "mine:item"]
-    assert cli.main([*command, "--strategy", "single_device", "--batch", "mine:batch", "--memory", "1GB"]) == 0
+    command = ["explain", "--accelerator", "cpu", "--devices", "1", "--model", "step_file:item"]
+    assert cli.main([*command, "--strategy", "single_device", "--batch", "step_file:batch", "--memory", "1GB"]) == 0
     out = capfd.readouterr().out
     assert " unknown" in out and "activations are unknown and left out" in out and "keeps no count" in out
 
@@ -340,12 +340,12 @@ def test_a_step_that_reads_values_is_unknown_on_the_cpu(capfd: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--batch", "mine"], "'--batch' must be 'package.module:name' (got 'mine')"),
-        (["--batch", "mine:nothing"], "'mine:nothing' can't be imported"),
-        (["--batch", "mine:empty"], "'mine:empty' has no batch"),
-        (["--batch", "mine:wants"], "function without arguments"),
-        (["--batch", "mine:batch", "--memory", "80Gi"], "with a unit such as GiB"),
-        (["--batch", "mine:batch", "--memory", "0"], "(got '0')"),
+        (["--batch", "step_file"], "'--batch' must be 'package.module:name' (got 'step_file')"),
+        (["--batch", "step_file:nothing"], "'step_file:nothing' can't be imported"),
+        (["--batch", "step_file:empty"], "'step_file:empty' has no batch"),
+        (["--batch", "step_file:wants"], "function without arguments"),
+        (["--batch", "step_file:batch", "--memory", "80Gi"], "with a unit such as GiB"),
+        (["--batch", "step_file:batch", "--memory", "0"], "(got '0')"),
         (["--memory", "1GiB"], "needs a '--batch'"),
     ],
 )
