@@ -177,7 +177,7 @@ class Fails(memory_models.Deep):
 
     def configure_optimizers(self) -> Any:
         kinds = {"lbfgs": torch.optim.LBFGS, "adafactor": torch.optim.Adafactor}
-        return kinds.get(self.kind, torch.optim.SGD)([p for p in self.layers.parameters()], lr=0.1)
+        return kinds.get(self.kind, torch.optim.SGD)(list(self.layers.parameters()), lr=0.1)
 
 
 @pytest.mark.parametrize(
