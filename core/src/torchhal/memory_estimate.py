@@ -142,8 +142,10 @@ def format_bytes(count: int) -> str:
     return f"{value:.{0 if unit == 'bytes' else 1}f} {unit}"
 
 
-def build_model(make: Callable[..., Any], arguments: Any = None, *, trainer: Any = None) -> nn.Module:
-    """Return what ``make`` builds on the meta device; ``arguments`` are a dict of keywords, or a list of positions.
+def build_model(
+    make: Callable[..., Any], arguments: Any = None, *, trainer: Any = None, device: str = "meta"
+) -> nn.Module:
+    """Return what ``make`` builds on ``device``; ``arguments`` are a dict of keywords, or a list of positions.
 
     ``trainer`` is its ``self.trainer`` in ``configure_model``, where the class has one.
 
@@ -165,7 +167,7 @@ def build_model(make: Callable[..., Any], arguments: Any = None, *, trainer: Any
     except ValueError:  # a function of an extension has no signature to look at
         pass
     try:
-        with torch.device("meta"):
+        with torch.device(device):
             module = make(*positions, **keywords)
             if trainer is not None and hasattr(type(module), "trainer"):
                 module.trainer = trainer
@@ -174,12 +176,12 @@ def build_model(make: Callable[..., Any], arguments: Any = None, *, trainer: Any
                 configure()
     except Exception as error:
         raise ModelError(
-            f"{name} can't be built on the meta device ({type(error).__name__}: {error}). Values can be set in "
+            f"{name} can't be built on the {device} device ({type(error).__name__}: {error}). Values can be set in "
             "reset_parameters() or a hook instead"
         ) from error
     if not isinstance(module, nn.Module):
         raise ModelError(f"{name} must be, or return, an nn.Module (got {module!r})")
-    return module.to("meta")
+    return module.to(device)
 
 
 def model_memory(module: nn.Module, optimizers: Sequence[Optimizer]) -> ModelMemory:

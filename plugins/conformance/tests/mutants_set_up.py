@@ -1,5 +1,6 @@
 """Strategies whose set-up, numbers before it, or estimates are broken in one way, over ddp."""
 
+import os
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -126,6 +127,29 @@ class SharesInItsEstimate(DDPStrategy):
 class ForgetsTheOptimizer(DDPStrategy):
     def memory_per_rank(self, model, world_size):
         return replace(super().memory_per_rank(model, world_size), optimizer=0)
+
+
+@caught_by("STR-100", says="says that a rank holds")
+class CountsActivationsAlone(DDPStrategy):
+    """Forgets in its phases what is there between steps."""
+
+    def memory_by_phase(self, step, model, world_size):
+        found = super().memory_by_phase(step, model, world_size)
+        return found.plus(-model.estimate().total)
+
+
+@caught_by("STR-100", says="leaves out the activations")
+class ForgetsActivations(DDPStrategy):
+    def memory_by_phase(self, step, model, world_size):
+        return super().memory_by_phase(replace(step, moments=()), model, world_size)
+
+
+@caught_by("STR-100", says="differs between ranks")
+class AnswersForItself(DDPStrategy):
+    """Counts what its own rank has more than the others."""
+
+    def memory_by_phase(self, step, model, world_size):
+        return super().memory_by_phase(step, model, world_size).plus(int(os.environ["RANK"]))
 
 
 @caught_by("STR-57", says="a batch norm of a module that was replaced")

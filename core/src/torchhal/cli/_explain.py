@@ -11,7 +11,6 @@ from torchhal import registry
 from torchhal._terminal import echo
 from torchhal.cli import _memory as memory
 from torchhal.cli._output import output_to_stderr, print_json
-from torchhal.errors import ConfigurationError
 from torchhal.registry._registry import DEFAULTS
 
 if TYPE_CHECKING:
@@ -74,8 +73,7 @@ def _defaults() -> tuple[list[dict[str, str]], list[str]]:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    if arguments.model_args is not None and arguments.model is None:
-        raise ConfigurationError("'--model-args' are the arguments of a '--model', which is missing")
+    memory.check_options(arguments)
     with output_to_stderr():
         from torchhal.resolve import Request, resolve
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from torchhal._text_table import format_table
 from torchhal.cli._model_options import MODEL_ARGS_HELP, find_model, parse_model_args
-from torchhal.errors import ModelError, TorchhalError, UnsupportedCombinationError
+from torchhal.cli._step_memory import MARGIN, MeasuredSteps, find_batch, parse_size, step_lines
+from torchhal.errors import ConfigurationError, ModelError, TorchhalError, UnsupportedCombinationError
 
 if TYPE_CHECKING:
     from torchhal.composition import Composition
@@ -30,6 +31,33 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="also estimate its memory on each rank; a function that returns a model will do, too",
     )
     parser.add_argument("--model-args", default=None, metavar="JSON", help=MODEL_ARGS_HELP)
+    parser.add_argument(
+        "--batch",
+        default=None,
+        metavar="MODULE:NAME",
+        help="a batch of one rank, a loader, or a function that returns either: adds activations, phase by phase",
+    )
+    parser.add_argument(
+        "--memory", default=None, metavar="SIZE", help="of each device, such as 80GiB: adds which strategies fit"
+    )
+
+
+def check_options(arguments: argparse.Namespace) -> None:
+    """Raise ConfigurationError for options that need another one, and for a size that is none."""
+    for option, given, needed in (
+        ("--model-args", arguments.model_args, "--model"),
+        ("--batch", arguments.batch, "--model"),
+        ("--memory", arguments.memory, "--batch"),
+    ):
+        if given is not None and getattr(arguments, needed[2:]) is None:
+            what = {
+                "--model-args": "'--model-args' are the arguments of a '--model', which is missing",
+                "--batch": "'--batch' is what a '--model' trains on, which is missing",
+                "--memory": "'--memory' is compared with what a step takes, which needs a '--batch'",
+            }[option]
+            raise ConfigurationError(what)
+    if arguments.memory is not None:
+        parse_size(arguments.memory)
 
 
 def estimate(arguments: argparse.Namespace, request: Request, plan: Plan) -> dict[str, Any]:
@@ -43,23 +71,33 @@ def estimate(arguments: argparse.Namespace, request: Request, plan: Plan) -> dic
     from torchhal.memory_estimate import bytes_of
 
     memory = _measure(arguments, request, plan)
+    steps = None if arguments.batch is None else _steps(arguments, request, plan, memory)
+    limit = None if arguments.memory is None else parse_size(arguments.memory)
     asked = not isinstance(arguments.strategy, str) or arguments.strategy.strip().lower() != "auto"
     strategy = plan.strategy
     composition = _composition(plan, strategy.value, plan.world_size)
-    rows = [_row(strategy.alias, strategy.value, memory, composition)] if asked else []
-    return {
+    rows = [_row(strategy.alias, strategy.value, memory, composition, steps, limit)] if asked else []
+    found: dict[str, Any] = {
         "model": arguments.model,
         "world_size": plan.world_size,
         "parameters": sum(p.parameter.numel() for p in memory.parameters),
         "bytes": sum(bytes_of(p.parameter) for p in memory.parameters),
-        "strategies": rows or list(_every(memory, plan)),
+        "strategies": rows or list(_every(memory, plan, steps, limit)),
     }
+    if steps is not None:
+        found |= {"batch": arguments.batch, "batch_bytes": steps.batch_bytes, "measured_by": steps.source}
+    if limit is not None:
+        found |= {"limit": limit, "margin": MARGIN}
+    return found
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
     """Yield the estimates as text: bytes per rank."""
+    if "batch" in found:
+        yield from step_lines(found)
+        return
     yield f"{found['model']}: {found['parameters']} parameters, {found['bytes']} bytes; on each of " + (
-        f"{found['world_size']} rank(s), without activations:"
+        f"{found['world_size']} rank(s), without activations, for which a '--batch' is needed:"
     )
     columns = ("parameters", "buffers", "gradients", "optimizer", "total", "peak")
     table: list[tuple[str, ...]] = [("strategy", *columns, "")]
@@ -130,7 +168,22 @@ class _Batches(NamedTuple):
     whole_length: int
 
 
-def _every(memory: ModelMemory, plan: Plan) -> Iterator[dict[str, Any]]:
+def _steps(arguments: argparse.Namespace, request: Request, plan: Plan, memory: ModelMemory) -> MeasuredSteps:
+    def make() -> tuple[Any, Any]:
+        """Return the model with values, and its optimizers."""
+        from torchhal.memory_estimate import build_model
+        from torchhal.trainer._configure_optimizers import configure_optimizers
+
+        given = parse_model_args(arguments.model_args)
+        trainer = _stand_in(request)
+        built = build_model(find_model(arguments.model), given, trainer=trainer, device="cpu")
+        trainer.module = module = plan.precision.value.convert_module(built)
+        return module, configure_optimizers(module)[0]
+
+    return MeasuredSteps(memory, find_batch(arguments.batch), plan, make)
+
+
+def _every(memory: ModelMemory, plan: Plan, steps: MeasuredSteps | None, limit: int | None) -> Iterator[dict[str, Any]]:
     """Yield one row for each strategy of this hardware, those that are not possible last.
 
     Strategies that differ only in how processes start share the row of the shortest name.
@@ -159,12 +212,13 @@ def _every(memory: ModelMemory, plan: Plan) -> Iterator[dict[str, Any]]:
             continue
         processes = strategy.num_local_processes(len(plan.device_indices)) * (plan.num_nodes or 1)
         world_size = processes if strategy.multi_device else 1
-        row = _row(alias, strategy, memory, _composition(plan, strategy, world_size))
+        row = _row(alias, strategy, memory, _composition(plan, strategy, world_size), steps, limit)
         if "reason" in row:
             impossible.append(row)
             continue
         options = {name: value for name, value in entry.component.defaults.items() if name != "start_method"}
-        first = alike.setdefault((entry.component.target, repr(sorted(options.items())), *list(row.values())[1:]), row)
+        numbers = repr(list(row.values())[1:])
+        first = alike.setdefault((entry.component.target, repr(sorted(options.items())), numbers), row)
         if len(alias) < len(first["strategy"]):
             first["strategy"] = alias
     yield from alike.values()
@@ -186,11 +240,19 @@ def _composition(plan: Plan, strategy: Any, world_size: int) -> Composition:
     )
 
 
-def _row(alias: str, strategy: Any, memory: ModelMemory, composition: Composition) -> dict[str, Any]:
+def _row(
+    alias: str,
+    strategy: Any,
+    memory: ModelMemory,
+    composition: Composition,
+    steps: MeasuredSteps | None,
+    limit: int | None,
+) -> dict[str, Any]:
     from torchhal.resolve._refusals import check_fit
 
     try:
         check_fit("strategy", strategy, composition)
-        return {"strategy": alias, **strategy.memory_per_rank(memory, composition.world_size).to_dict()}
+        row = {"strategy": alias, **strategy.memory_per_rank(memory, composition.world_size).to_dict()}
+        return row if steps is None else row | steps.row(strategy, composition.world_size, limit)
     except TorchhalError as error:
         return {"strategy": alias, "reason": " ".join(str(error).split())}

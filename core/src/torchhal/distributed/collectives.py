@@ -20,6 +20,7 @@ from torch import nn
 
 from torchhal.errors import DistributedError
 from torchhal.pytree import map_tensors
+from torchhal.step_memory import MESSAGE_BYTES
 
 __all__ = [
     "agree",
@@ -46,7 +47,6 @@ _OPS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 _MEANS = ("mean", "avg")
-_BUCKET_BYTES = 64 << 20  # of weights sent as one message: many small ones are slow, one of the whole doubles memory
 
 
 def check_op(op: str) -> None:
@@ -340,7 +340,7 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], *, src: int = 0, group: A
     for tensor in tensors:
         if not tensor.numel():
             continue
-        if bucket and (size + tensor.nbytes > _BUCKET_BYTES or tensor.device != bucket[0].device):
+        if bucket and (size + tensor.nbytes > MESSAGE_BYTES or tensor.device != bucket[0].device):
             _broadcast_bucket(bucket, src, group)
             bucket, size = [], 0
         bucket.append(tensor)

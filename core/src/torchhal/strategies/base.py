@@ -20,6 +20,7 @@ from torchhal.launchers import ExternalLauncher, Launcher
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
 from torchhal.precision.base import connected
 from torchhal.pytree import move_module
+from torchhal.step_memory import MemoryByPhase, StepMemory, TrainingStep, phases_of
 from torchhal.strategies._carried_precisions import CarriedPrecisions
 from torchhal.strategies._hooks import StrategyHooks
 from torchhal.strategies._optimizer_state import move_optimizer_state
@@ -201,6 +202,47 @@ class Strategy(Composable, CarriedPrecisions, StrategyHooks, StrategySteps, Stra
             world_size: number of processes of the job.
         """
         return model.estimate()
+
+    def step_memory(self, step: TrainingStep, world_size: int) -> StepMemory:
+        """Return what one training step takes on one device, measured as this strategy computes; whole by default.
+
+        Called before anything is set up, with one rank's batch in ``step``. A strategy that lets a rank compute with
+        parts of parameters, or recompute activations, measures it so.
+
+        Args:
+            step: measures a step on a copy of the model.
+            world_size: number of processes of the job.
+
+        Raises:
+            FakeStepError: the step can't run without values.
+
+        .. versionadded:: 0.2
+        """
+        return step.measure()
+
+    def memory_by_phase(self, step: StepMemory, model: ModelMemory, world_size: int) -> MemoryByPhase:
+        """Return the bytes of each phase of a training step on the rank that needs most.
+
+        Called before anything is set up. The default follows from :meth:`memory_per_rank`: the activations are those of
+        one device, and the estimate's ``temporary`` lies there in every phase.
+
+        Args:
+            step: what :meth:`step_memory` has returned.
+            model: sizes of a model on the meta device.
+            world_size: number of processes of the job.
+
+        Checks: STR-100.
+
+        .. versionadded:: 0.2
+        """
+        return phases_of(step, model, self.memory_per_rank(model, world_size), note=self._phases_note())
+
+    def _phases_note(self) -> str:
+        """Return a note on phases that nothing but memory_per_rank of another package is known of."""
+        derived = [cls for cls in type(self).__mro__ if {"memory_per_rank", "memory_by_phase"} & set(vars(cls))]
+        if "memory_by_phase" in vars(derived[0]) or derived[0].__module__.partition(".")[0] == "torchhal":
+            return ""
+        return "phases follow from memory_per_rank, its temporary bytes counted in each"
 
     def setup_environment(self) -> None:
         """Select the device and set up communication.

@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from operator import attrgetter, is_
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchhal.distributed import collectives
 from torchhal.errors import DistributedError, ModelError, message_of
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
+from torchhal.step_memory import MemoryByPhase, StepMemory
 from torchhal.strategies._comm_hook_state import registered_state
 from torchhal.strategies._ddp_state import DDPState
 from torchhal.strategies._forward_through import forward_through
@@ -339,6 +341,15 @@ class DDPStrategy(DDPState):
         if world_size == 1 or self.ddp_options.get("gradient_as_bucket_view"):
             return estimate
         return estimate.plus(estimate.gradients, "gradients are sent in buckets of their size: gradient_as_bucket_view")
+
+    def memory_by_phase(self, step: StepMemory, model: ModelMemory, world_size: int) -> MemoryByPhase:
+        """Return the phases with the buckets, which stay, or which the gradients are views of."""
+        if world_size > 1 and self.ddp_options.get("gradient_as_bucket_view"):
+            # the buckets are there in the forward too, and a gradient adds nothing to them
+            moments = tuple(moment._replace(gradients=step.gradients) for moment in step.moments)
+            step = replace(step, moments=moments)
+        found = super().memory_by_phase(step, model, world_size)
+        return found if self.comm_hook is None else found.plus(0, "without what the comm_hook allocates")
 
     def explain(self, error: BaseException) -> BaseException:
         """Return DDP's message for an unused parameter, with its name and the remedy here."""

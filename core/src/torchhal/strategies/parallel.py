@@ -6,6 +6,7 @@ import sys
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar, Final, cast
 
@@ -23,6 +24,8 @@ from torchhal.distributed.stores import HashStore, PrefixedStore, Store
 from torchhal.errors import ConfigurationError, DistributedError, ModelError
 from torchhal.launchers import ExternalLauncher, Launcher, MultiprocessingLauncher, SubprocessScriptLauncher
 from torchhal.launchers.subprocess_script import shared_threads
+from torchhal.memory_estimate import ModelMemory
+from torchhal.step_memory import MemoryByPhase, StepMemory, setup_memory
 from torchhal.strategies._forward_through import forward_through
 from torchhal.strategies._module_structure import check_same_tensors, unshare_buffer_memory
 from torchhal.strategies._process_group import (
@@ -309,6 +312,11 @@ class ParallelStrategy(Strategy):
             with self.guard("broadcast of the initial weights"):
                 self.check_same_module(module)
                 collectives.broadcast_tensors([*module.parameters(), *module.buffers()])
+
+    def memory_by_phase(self, step: StepMemory, model: ModelMemory, world_size: int) -> MemoryByPhase:
+        """Return the phases, with the broadcast of the initial weights."""
+        found = super().memory_by_phase(step, model, world_size)
+        return found if world_size == 1 else replace(found, setup=setup_memory(model))
 
     def check_same_module(self, module: nn.Module) -> None:
         """Raise on every rank when the ranks have built different models."""

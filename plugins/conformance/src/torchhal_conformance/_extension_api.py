@@ -29,6 +29,7 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = {
         "torchhal.strategies.sharded_optimizers",
         "torchhal.launchers",
         "torchhal.memory_estimate",
+        "torchhal.step_memory",
     ),
     "Tensors and random numbers": ("torchhal.pytree", "torchhal.rng"),
     "Ranks and processes": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torchhal.capabilities import collective
 from torchhal.distributed import collectives
 from torchhal.errors import TorchhalError
 from torchhal.memory_estimate import ModelMemory, ParameterMemory
+from torchhal.step_memory import StepMemory, TrainingStep
 from torchhal.strategies import StepResult
 from torchhal.strategies.sharded_optimizers import find_differing_settings
 from torchhal_parallel._device_mesh import groups_of, release_groups
@@ -36,6 +38,7 @@ from torchhal_parallel._sharded_base import ShardedStrategy
 from torchhal_parallel._sharding_errors import explain_unit
 from torchhal_parallel._step_runner import StepRunner
 from torchhal_parallel._uneven_inputs import uneven_forward
+from torchhal_parallel._unit_memory import Unit, find_units
 from torchhal_parallel._wrap_policy import check_form, check_policy, find_blocks
 
 
@@ -423,6 +426,34 @@ class FullyShardedStrategy(ShardedStrategy):
             keep=not self.reshard_after_forward,
             dtype=None if self.mixed_precision is None else self.mixed_precision.param_dtype,
         )
+
+    def units_of(
+        self, model: ModelMemory, held: Iterable[ParameterMemory], shapes: Mapping[int, Sequence[int]], size: int
+    ) -> dict[str, Unit]:
+        """Return the units by their names, over ``size`` ranks: what :meth:`gathered_memory` adds up, one by one."""
+        whole = self.names_kept_whole(model.module)
+        policy = self.mixed_precision
+        return find_units(
+            model,
+            [entry for entry in held if entry.name not in whole],
+            shapes,
+            self.wrap_policy,
+            size,
+            param_dtype=None if policy is None else policy.param_dtype,
+            reduce_dtype=None if policy is None else policy.reduce_dtype,
+        )
+
+    def step_memory(self, step: TrainingStep, world_size: int) -> StepMemory:
+        module = step.module
+        shapes = {name: parameter.dim() for name, parameter in module.named_parameters()}
+        # where some stay whole, the optimizer takes all of them one by one
+        foreach = False if world_size > 1 and any(shapes[name] for name in self.names_kept_whole(module)) else None
+        return step.measure(prepare=self.prepare_step(), foreach=foreach)
+
+    def prepare_step(self) -> Callable[[nn.Module], None] | None:
+        """Return what makes a copy of the model recompute activations as this strategy lets it; None if it doesn't."""
+        policy = self.activation_checkpointing
+        return None if policy is None else partial(recompute, policy=policy)
 
     def teardown(self) -> None:
         groups = groups_of(self._mesh)

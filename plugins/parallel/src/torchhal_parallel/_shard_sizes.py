@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -142,7 +143,26 @@ def _stage_memory(
     return model.estimate(shape_of, parameters=held, buffers=buffers), held
 
 
-def largest_rank_memory(
+@dataclass(frozen=True)
+class RankMemory:
+    """What one rank of a mesh holds between two steps.
+
+    Args:
+        stage: its place in the pipeline.
+        estimate: of what it holds, its ``temporary`` included.
+        held: the parameters that it has, whole or in part.
+        shapes: of those that tensor parallelism has divided, by id.
+        tensors: parameters and buffers of its stages by name; None for those of the whole model.
+    """
+
+    stage: int
+    estimate: MemoryEstimate
+    held: Sequence[ParameterMemory]
+    shapes: Mapping[int, tuple[int, ...]]
+    tensors: Mapping[str, torch.Tensor] | None
+
+
+def rank_memories(
     model: ModelMemory,
     sizes: Mapping[str, int],
     *,
@@ -150,8 +170,8 @@ def largest_rank_memory(
     points: Sequence[str] | None,
     kept_whole: Collection[str],
     gathered: Callable[[Sequence[ParameterMemory], Mapping[int, Sequence[int]]], int],
-) -> MemoryEstimate:
-    """Return the memory of the rank that needs the most, on a mesh with dimensions of ``sizes``.
+) -> list[RankMemory]:
+    """Return the memory of a rank of each stage, on a mesh with dimensions of ``sizes``.
 
     Args:
         model: on the meta device.
@@ -164,10 +184,12 @@ def largest_rank_memory(
     shapes = tensor_shapes(model.module, plan, sizes["tensor"]) if plan else {}
     stages = [None] if points is None else stages_of_ranks(model.module, points, sizes["pipeline"])
 
-    def estimate(stage: Mapping[str, torch.Tensor] | None) -> MemoryEstimate:
+    def memory(index: int, stage: Mapping[str, torch.Tensor] | None) -> RankMemory:
         found, held = _stage_memory(model, stage, shapes, sizes["shard"], kept_whole)
         if sizes["shard"] > 1:
-            return found.plus(gathered(held, shapes))
-        return found if sizes["data"] == 1 else found.plus(found.gradients, "gradients are averaged in one piece")
+            found = found.plus(gathered(held, shapes))
+        elif sizes["data"] > 1:
+            found = found.plus(found.gradients, "gradients are averaged in one piece")
+        return RankMemory(index, found, held, shapes, stage)
 
-    return max(map(estimate, stages), key=lambda found: found.peak)
+    return [memory(index, stage) for index, stage in enumerate(stages)]

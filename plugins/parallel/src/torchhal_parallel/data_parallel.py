@@ -6,6 +6,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,9 @@ from torch.nn.parameter import is_lazy
 from torchhal.composition import Composition
 from torchhal.distributed.process import launched_by
 from torchhal.errors import ConfigurationError, ModelError, UnsupportedCombinationError, message_of
+from torchhal.memory_estimate import ModelMemory
 from torchhal.pytree import move_to_device
+from torchhal.step_memory import MemoryByPhase, StepMemory
 from torchhal.strategies import (
     DDPStrategy,
     SingleDeviceStrategy,
@@ -70,6 +73,23 @@ class BatchSplitStrategy(Strategy):
 
     def num_local_processes(self, num_devices: int) -> int:
         return 1
+
+    def memory_by_phase(self, step: StepMemory, model: ModelMemory, world_size: int) -> MemoryByPhase:
+        """Return the phases of the first device, which has the model and, of each batch, one part."""
+        parts = max(1, len(self.devices))
+        moments = tuple(moment._replace(activations=-(-moment.activations // parts)) for moment in step.moments)
+        step = replace(step, moments=moments, batch=-(-step.batch // parts), outputs=-(-step.outputs // parts))
+        return (
+            super()
+            .memory_by_phase(step, model, world_size)
+            .plus(
+                0,
+                f"of the first of {parts} devices, among which the batch of a process is divided; each other one has a "
+                "copy of the parameters while it computes"
+                if parts > 1
+                else "as with one device: the batch of a process is divided among its devices",
+            )
+        )
 
     def check_sync_batchnorm(self, world_size: int) -> None:
         if len(self.devices) > 1:

@@ -13,11 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchhal.composition import Composition
 from torchhal.distributed import collectives
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
+from torchhal.step_memory import MemoryByPhase, StepMemory, setup_memory
 from torchhal.strategies import around_call, check_lookups
+from torchhal.trainer.adapters import implements
 from torchhal_parallel._fsdp_base import FullyShardedStrategy
 from torchhal_parallel._fsdp_units import check_torch
 from torchhal_parallel._materialize import materialize, tensors_on_meta
 from torchhal_parallel._shard_sizes import divided
+from torchhal_parallel._unit_memory import UnitTimeline, sharded_phases
 
 
 class FSDPStrategy(FullyShardedStrategy):
@@ -136,3 +139,17 @@ class FSDPStrategy(FullyShardedStrategy):
         )
         note = "all but the peak in host memory" if self.cpu_offload else ""
         return estimate.plus(self.gathered_memory(model, model.parameters, {}), note)
+
+    def memory_by_phase(self, step: StepMemory, model: ModelMemory, world_size: int) -> MemoryByPhase:
+        estimate = self.memory_per_rank(model, world_size)
+        timeline = UnitTimeline(
+            step,
+            self.units_of(model, model.parameters, {}, world_size),
+            keep=not self.reshard_after_forward,
+            offloads=self.cpu_offload,
+        )
+        if not timeline.knows_units or world_size == 1:
+            return super().memory_by_phase(step, model, world_size)
+        # what configure_model builds comes unit by unit: never whole on a device
+        setup = None if implements(model.module, "configure_model") else setup_memory(model)
+        return sharded_phases(step, model, estimate, timeline, offloads=self.cpu_offload, setup=setup)

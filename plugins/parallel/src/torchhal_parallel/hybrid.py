@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from torchhal.errors import (
     message_of,
 )
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory
+from torchhal.step_memory import MemoryByPhase, StepMemory, TrainingStep, setup_memory
 from torchhal.strategies import StepResult, Strategy, around_call, check_frequencies
 from torchhal.strategies.sharded_optimizers import OptimizerTrials, with_parameters
 from torchhal_parallel._device_mesh import (
@@ -34,6 +36,7 @@ from torchhal_parallel._dtensor_layout import gather_to_cpu
 from torchhal_parallel._fsdp_base import FullyShardedStrategy
 from torchhal_parallel._fsdp_units import check_torch
 from torchhal_parallel._gradient_averaging import average_gradients
+from torchhal_parallel._mesh_memory import rank_phases, stage_step, with_region_checks
 from torchhal_parallel._microbatches import check_loader
 from torchhal_parallel._optimizer_checks import one_by_one
 from torchhal_parallel._pipeline_compatibility import (
@@ -53,7 +56,7 @@ from torchhal_parallel._pipeline_split import (
     shared_or_unused_parameters,
 )
 from torchhal_parallel._remote_tensor import replace_with_remote
-from torchhal_parallel._shard_sizes import largest_rank_memory
+from torchhal_parallel._shard_sizes import RankMemory, rank_memories, tensor_shapes
 from torchhal_parallel._sharded_state import broadcast_buffers, sort_by_name, with_versions
 from torchhal_parallel._sharding_errors import explain_tensor_parallel
 from torchhal_parallel._shared_randomness import SharedRandomness
@@ -61,6 +64,7 @@ from torchhal_parallel._stage_gradients import StageGradients, loss_of
 from torchhal_parallel._stage_state import StageState, own_optimizer_state
 from torchhal_parallel._tensor_parallel import apply_plan, check_plan_form, plan_of, resolve_plan
 from torchhal_parallel._tensor_parallel_check import PartialOutputCheck
+from torchhal_parallel._unit_memory import UnitTimeline
 from torchhal_parallel.pipeline import Pipeline
 
 _OF_SHARDS = (("cpu_offload", False), ("mixed_precision", None), ("reshard_after_forward", True))
@@ -267,17 +271,55 @@ class HybridStrategy(FullyShardedStrategy):
     # -- memory ----------------------------------------------------------------------------------------------
 
     def memory_per_rank(self, model: ModelMemory, world_size: int) -> MemoryEstimate:
-        sizes = self.sizes_for(world_size)
-        plan = (
-            resolve_plan(model.module, plan_of(model.module, self.plan), sizes["tensor"]) if sizes["tensor"] > 1 else {}
-        )
+        ranks = self._rank_memories(model, self.sizes_for(world_size))
+        return max((rank.estimate for rank in ranks), key=lambda estimate: estimate.peak)
+
+    def _rank_memories(self, model: ModelMemory, sizes: Mapping[str, int]) -> list[RankMemory]:
         points = None
         if sizes["pipeline"] > 1:
             points = self.split_points or even_cuts(model.module, self._number_of_stages(sizes["pipeline"]))
-        kept = self.names_kept_whole(model.module) if sizes["shard"] > 1 else ()
-        return largest_rank_memory(
-            model, sizes, plan=plan, points=points, kept_whole=kept, gathered=partial(self.gathered_memory, model)
+        return rank_memories(
+            model,
+            sizes,
+            plan=self._plan_for(model.module, sizes["tensor"]),
+            points=points,
+            kept_whole=self.names_kept_whole(model.module) if sizes["shard"] > 1 else (),
+            gathered=partial(self.gathered_memory, model),
         )
+
+    def _plan_for(self, module: nn.Module, size: int) -> dict[str, Any]:
+        return dict(resolve_plan(module, plan_of(module, self.plan), size)) if size > 1 else {}
+
+    def step_memory(self, step: TrainingStep, world_size: int) -> StepMemory:
+        """Measure with a rank's part of each layer, which the forward computes with in a run, too."""
+        sizes = self.sizes_for(world_size)
+        if (size := sizes["tensor"]) == 1:
+            return super().step_memory(step, sizes["shard"])
+        shapes = tensor_shapes(step.module, self._plan_for(step.module, size), size)
+        return step.measure(
+            shape_of=lambda _, parameter: shapes.get(id(parameter)), prepare=self.prepare_step(), foreach=False
+        )
+
+    def memory_by_phase(self, step: StepMemory, model: ModelMemory, world_size: int) -> MemoryByPhase:
+        sizes = self.sizes_for(world_size)
+        if not step.moments:
+            return super().memory_by_phase(step, model, world_size)
+        ranks = self._rank_memories(model, sizes)
+        found = []
+        for rank in ranks:
+            own = step
+            if sizes["pipeline"] > 1:
+                stages = self._number_of_stages(sizes["pipeline"])
+                own = stage_step(step, ranks, rank, self.schedule, self.given_microbatches or stages)
+            timeline = None
+            if sizes["shard"] > 1:
+                units = self.units_of(model, rank.held, rank.shapes, sizes["shard"])
+                timeline = UnitTimeline(own, units, keep=not self.reshard_after_forward, offloads=self.cpu_offload)
+            found.append(rank_phases(own, model, rank, sizes, timeline, offloads=self.cpu_offload))
+        most = max(found, key=lambda phases: phases.peak)
+        if plan := self._plan_for(model.module, sizes["tensor"]):
+            most = with_region_checks(most, step, model.module, plan, sizes["tensor"])
+        return most if world_size == 1 else replace(most, setup=setup_memory(model))
 
     # -- steps -----------------------------------------------------------------------------------------------
 

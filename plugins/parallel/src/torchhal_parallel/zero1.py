@@ -11,7 +11,8 @@ import torch
 from torch.optim import Optimizer
 
 from torchhal.distributed import collectives
-from torchhal.memory_estimate import MemoryEstimate, ModelMemory
+from torchhal.memory_estimate import MemoryEstimate, ModelMemory, ParameterMemory, bytes_of
+from torchhal.step_memory import MESSAGE_BYTES, MemoryByPhase, PhaseMemory, StepMemory, broadcast_memory, share
 from torchhal.strategies import DDPStrategy, StepResult
 from torchhal.strategies.sharded_optimizers import (
     ShardedOptimizersStrategy,
@@ -112,6 +113,44 @@ class ZeRO1Strategy(ShardedOptimizersStrategy, DDPStrategy):
             check_divisible(optimizer, self.alias or "zero1")
             rank_of |= _owners(optimizer, world_size)
         return replace(whole, optimizer=largest_share(model, rank_of, world_size))
+
+    def memory_by_phase(self, step: StepMemory, model: ModelMemory, world_size: int) -> MemoryByPhase:
+        """Return the phases, with what a rank sends and receives of the parameters that it or another one has stepped.
+
+        A share travels in messages of up to 64 MiB; the receiver copies one tensor at a time out of it.
+        """
+        found = super().memory_by_phase(step, model, world_size)
+        if world_size == 1:
+            return found
+        rank_of: dict[torch.Tensor, int] = {}
+        for optimizer in model.optimizers:
+            rank_of |= _owners(optimizer, world_size)
+        own: list[list[ParameterMemory]] = [[] for _ in range(world_size)]
+        for entry in model.parameters:
+            if entry.parameter in rank_of and entry.parameter.requires_grad:
+                own[rank_of[entry.parameter]].append(entry)
+        sizes = [sum(bytes_of(entry.parameter) for entry in entries) for entries in own]
+        state = [sum(entry.parts()[2] for entry in entries) for entries in own]
+        messages = [
+            broadcast_memory((entry.parameter for entry in entries), (entry.name for entry in entries))
+            for entries in own
+        ]
+        without = found.optimizer.bytes - round(
+            share(max(state), model.estimate().optimizer) * step.optimizer_temporary
+            if model.estimate().optimizer
+            else step.optimizer_temporary
+        )
+        phases = []
+        for rank in range(world_size):
+            stepping = round(share(sizes[rank], sum(sizes)) * step.optimizer_temporary)
+            received = [
+                (count, f"{name}, sent by rank {owner}")
+                for owner, (count, name) in enumerate(messages)
+                if owner != rank
+            ]
+            extra, unit = max((stepping, ""), (min(sizes[rank], MESSAGE_BYTES), "what it sends"), *received)
+            phases.append(PhaseMemory(without - max(state) + state[rank] + extra, unit))
+        return replace(found, optimizer=max(phases, key=lambda phase: phase.bytes))
 
     # -- state -----------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ def copy_for_forward(module: nn.Module) -> nn.Module:
     Besides parameters and buffers, tensors, lists, tuples, dicts and sets among the attributes are copied, and those in
     them; containers of more than 1,000 items and all other objects are shared. Hooks are left out.
     """
-    return _ForwardCopy(lambda parameter: parameter.shape).module(module)
+    return ForwardCopy(lambda parameter: parameter.shape).module(module)
 
 
 class _MetaCopy:
@@ -72,14 +72,14 @@ class _MetaCopy:
         return nn.Parameter(values, tensor.requires_grad)
 
 
-_HOOKS = (
+HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
 _LARGEST: Final = 1000
 
 
-class _ForwardCopy(_MetaCopy):
+class ForwardCopy(_MetaCopy):
     """Copies what a forward may change."""
 
     def module(self, module: nn.Module) -> nn.Module:
@@ -92,7 +92,7 @@ class _ForwardCopy(_MetaCopy):
         attributes = vars(new)
         attributes["_compiled_call_impl"] = None
         for name, value in attributes.items():
-            if name in _HOOKS:
+            if name in HOOKS:
                 attributes[name] = OrderedDict()
             elif name not in ("_parameters", "_buffers", "_modules"):
                 attributes[name] = self._value(value)

@@ -1,18 +1,20 @@
-"""STR-54: how much memory a strategy says that a model takes on a rank, beside what the ranks hold."""
+"""STR-54 and STR-100: how much memory a strategy says that a model, and a step of it, takes on a rank."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchhal.errors import TorchhalError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory, ParameterMemory, bytes_of
+from torchhal.step_memory import MemoryByPhase, Moment, StepMemory
 from torchhal_conformance._assertions import require
-from torchhal_conformance._check import check
+from torchhal_conformance._check import NotApplicable, check
 from torchhal_conformance._rank_context import RankContext
 from torchhal_conformance.checks._strategy_run import Regression, running
 
@@ -62,6 +64,82 @@ def memory_of_the_model(rank: RankContext) -> None:
         told = getattr(estimate, name)
         require(count <= told + PADDING, f"{name}: this rank holds {count} bytes, and memory_per_rank() says {told}")
     require(estimate.temporary >= 0, f"memory_per_rank() says {estimate.temporary} temporary bytes")
+
+
+@check("STR-100", since="0.2", world_sizes=(1, 2), after=("STR-54",))
+def memory_of_the_phases(rank: RankContext) -> None:
+    """memory_by_phase() gives a MemoryByPhase, the same for the same arguments, on every rank and in every call.
+
+    No number is negative, and no phase that follows the backward needs less than memory_per_rank() says that a rank
+    holds between steps, unless a note names host memory. More activations take no fewer bytes. The model, its
+    optimizers and the step are left as they are.
+
+    Why: a planner compares strategies by these numbers on one rank, and another rank would have chosen otherwise.
+    Fix: compute them from the arguments and the options of the strategy alone, and add what a rank holds to each phase.
+    """
+    strategy = rank.create_strategy()
+    module = copy.deepcopy(_Wide()).to("meta")
+    optimizer = torch.optim.Adam(module.parameters())
+    parameters = tuple(
+        ParameterMemory(name, parameter, (torch.empty_like(parameter), torch.empty_like(parameter)))
+        for name, parameter in module.named_parameters()
+    )
+    model = ModelMemory(module, (optimizer,), parameters)
+    try:
+        held = strategy.memory_per_rank(model, rank.size).total
+        small, large = (_measured(strategy, model, rank.size, activations) for activations in (0, 1 << 20))
+        again = _measured(strategy, model, rank.size, 1 << 20)
+    except TorchhalError as error:
+        raise NotApplicable(f"it refuses the model: {error}") from error
+    require(large == again, f"a second call of memory_by_phase() says {again}, the first one {large}")
+    everybody = rank.gather(repr(large))
+    require(all(told == everybody[0] for told in everybody), f"memory_by_phase() differs between ranks: {everybody}")
+    for name, phase in large.phases.items():
+        require(phase.bytes >= 0, f"memory_by_phase() says {phase.bytes} bytes for the phase {name!r}")
+    if "host memory" not in large.note:
+        require(
+            large.peak >= held,
+            f"the peak of memory_by_phase() is {large.peak} bytes, and memory_per_rank() says that a rank holds {held} "
+            "between steps",
+        )
+    for name, phase in small.phases.items():
+        more = large.phases[name].bytes
+        require(more >= phase.bytes, f"{name}: {more} bytes with activations, and {phase.bytes} without")
+    require(
+        large.backward.bytes > small.backward.bytes,
+        f"memory_by_phase() leaves out the activations: backward has {large.backward.bytes} bytes with and without",
+    )
+    touched = [
+        name for name, parameter in module.named_parameters() if not parameter.is_meta or parameter.grad is not None
+    ]
+    require(not touched, f"memory_by_phase() has changed the parameter {touched[:1]} of the model that it was given")
+    require(not optimizer.state, "memory_by_phase() has stepped the optimizer that it was given")
+
+
+def _measured(strategy: Any, model: ModelMemory, world_size: int, activations: int) -> MemoryByPhase:
+    """Return what memory_by_phase() says of a step with as many bytes of activations, all of the wide layers."""
+    whole = model.estimate()
+    moments = (
+        Moment("forward", "wide.0", activations, 0),
+        Moment("forward", "wide.1", activations, 0),
+        Moment("backward", "wide.1", activations, whole.gradients // 2),
+        Moment("backward", "wide.0", activations, whole.gradients),
+        Moment("optimizer", "", 1000, whole.gradients),
+    )
+    step = StepMemory(
+        whole.parameters,
+        whole.buffers,
+        whole.gradients,
+        whole.optimizer,
+        100,
+        moments,
+        saved={"wide.0": activations // 2, "wide.1": activations // 2},
+        results={"": 1000, "wide": 1000, "wide.0": activations // 2, "wide.1": 1000},
+        optimizer_temporary=1000,
+    )
+    found = strategy.memory_by_phase(step, model, world_size)
+    require(isinstance(found, MemoryByPhase), f"memory_by_phase() must return a MemoryByPhase (got {found!r})")
+    return cast(MemoryByPhase, found)
 
 
 def _values(state: Any) -> Iterable[Any]:

@@ -1,0 +1,159 @@
+"""``torchhal explain --model --batch``: what each phase of a training step takes, and whether it fits a device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from torchhal._text_table import format_table
+from torchhal.cli._model_options import find_object
+from torchhal.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torchhal.memory_estimate import ModelMemory
+    from torchhal.resolve import Plan
+    from torchhal.step_memory import StepMemory
+
+MARGIN: Final = 0.12
+"""Share of the predicted peak that has to be free beside it: workspaces of kernels, fragments, libraries."""
+
+_UNITS: Final = {
+    "": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+}  # fmt: skip
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as ``"80GiB"``, ``"512 MiB"``, ``"16GB"`` or ``"1000000"``.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    count = 0 if match is None else round(float(match[1]) * _UNITS.get(match[2].lower(), 0))
+    if not count:
+        raise ConfigurationError(
+            f"'--memory' must be a size of more than 0 bytes, with a unit such as GiB, MiB or GB (got {text!r})"
+        )
+    return count
+
+
+def find_batch(target: str) -> Any:
+    """Return the batch that ``--batch`` names: itself, the first of a loader, or what a function returns.
+
+    Raises:
+        ConfigurationError: it can't be imported, its function can't be called, or its loader is empty.
+    """
+    found = find_object(target, "--batch", "package.module:name")
+    try:
+        if callable(found) and not _is_batch(found):
+            found = found()
+        if _is_batch(found):
+            return found
+        return next(iter(found))
+    except StopIteration:
+        raise ConfigurationError(f"'--batch': {target!r} has no batch") from None
+    except Exception as error:
+        raise ConfigurationError(
+            f"'--batch' must name a batch, a loader, or a function without arguments that returns either (got "
+            f"{target!r}: {type(error).__name__}: {error})"
+        ) from error
+
+
+def _is_batch(found: Any) -> bool:
+    """Return whether ``found`` is a batch: not a function, and not a loader, which has batches in it."""
+    if isinstance(found, Mapping | list | tuple | str) or hasattr(found, "shape"):
+        return True
+    return not callable(found) and not hasattr(found, "__iter__") and not hasattr(found, "__getitem__")
+
+
+class MeasuredSteps:
+    """The training step of a model, for each strategy measured as it needs it.
+
+    First on fake tensors; where the step can't run so, by a real one on the plan's device; else not at all.
+
+    Args:
+        memory: sizes of the model.
+        batch: of one rank.
+        plan: whose device and precision are used.
+        make: returns the model with values, and its optimizers.
+    """
+
+    def __init__(self, memory: ModelMemory, batch: Any, plan: Plan, make: Callable[[], tuple[Any, Any]]) -> None:
+        from torchhal.trainer._fake_step import FakeStep
+        from torchhal.trainer._real_step import RealStep
+
+        accelerator, precision = plan.accelerator.value, plan.precision.value
+        self._memory = memory
+        self._fake = FakeStep(
+            memory.module, memory.optimizers, batch, device_type=accelerator.device_type, precision=precision
+        )
+        self._real = RealStep(make, memory, batch, accelerator=accelerator, device=plan.devices[0], precision=precision)
+        self.batch_bytes = 0
+        self.source = ""
+
+    def row(self, strategy: Any, world_size: int, limit: int | None) -> dict[str, Any]:
+        """Return what is added to a strategy's row: ``by_phase``, and with a limit ``fits`` and ``missing``."""
+        step = self._step(strategy, world_size)
+        self.batch_bytes, self.source = step.batch, step.source
+        phases = strategy.memory_by_phase(step, self._memory, world_size)
+        row: dict[str, Any] = {"by_phase": phases.to_dict(), "activations": step.is_known}
+        if limit is not None:
+            needed = round(phases.peak * (1 + MARGIN))
+            row |= {"fits": needed <= limit if step.is_known else None, "missing": max(0, needed - limit)}
+        return row
+
+    def _step(self, strategy: Any, world_size: int) -> StepMemory:
+        from torchhal.errors import TorchhalError
+        from torchhal.step_memory import FakeStepError, unknown_step
+
+        try:
+            return strategy.step_memory(self._fake, world_size)  # type: ignore[no-any-return]
+        except FakeStepError as error:
+            reason = " ".join(str(error).split())
+        try:
+            found: StepMemory = strategy.step_memory(self._real, world_size)
+        except TorchhalError as error:
+            return unknown_step(self._memory, f"{reason}; {error}")
+        except Exception as error:
+            return unknown_step(self._memory, f"{reason}; nor on the device ({type(error).__name__}: {error})"[:500])
+        return replace(found, note=f"{found.note}; {reason}")
+
+
+def step_lines(found: dict[str, Any]) -> Iterator[str]:
+    """Yield the table of the phases as text."""
+    from torchhal.memory_estimate import format_bytes
+
+    yield (
+        f"{found['model']}: {found['parameters']} parameters, {format_bytes(found['bytes'])}; a training step with "
+        f"{found['batch']} ({format_bytes(found['batch_bytes'])}) on each of {found['world_size']} rank(s):"
+    )
+    columns = ("forward", "backward", "optimizer", "save", "setup")
+    limited = "limit" in found
+    table: list[tuple[str, ...]] = [("strategy", *columns, "peak", "decided by", *(("fits",) if limited else ()))]
+    notes: dict[str, list[str]] = {}
+    for row in found["strategies"]:
+        if "reason" in row:
+            table.append((row["strategy"], f"not possible: {row['reason']}"))
+            continue
+        phases = row["by_phase"]
+        sizes = ["" if (phase := phases[name]) is None else format_bytes(phase["bytes"]) for name in columns]
+        decided = f"{phases['phase']}: {phases['unit']}" if phases["unit"] else phases["phase"]
+        fits = (_fits(row, format_bytes),) if limited else ()
+        table.append((row["strategy"], *sizes, format_bytes(phases["peak"]), decided, *fits))
+        for note in filter(None, phases["note"].split("; ")):
+            notes.setdefault(note, []).append(row["strategy"])
+    yield from format_table(table, align="<>>>>>><" + ("<" if limited else ""))
+    if limited:
+        yield f"fits: the peak and {MARGIN:.0%} of it are at most {format_bytes(found['limit'])}"
+    for note, strategies in notes.items():
+        yield f"{', '.join(strategies)}: {note}"
+
+
+def _fits(row: dict[str, Any], format_bytes: Callable[[int], str]) -> str:
+    if row["fits"]:
+        return "yes"
+    missing = f"{format_bytes(row['missing'])} missing" if row["missing"] else ""
+    return f"no, {missing}" if row["fits"] is False or row["missing"] else "unknown"
