@@ -87,11 +87,11 @@ else:
 # Who may import what stands on the right: design, section 2. `trainer` is at the top, `plugin` at the bottom.
 PARTS = ("accelerators", "precision", "checkpoint", "cluster", "launchers")
 ARROWS = {
-    "trainer": {"__init__", "cli", "trainer", "trainer_cli", "tuning"},
+    "trainer": {"__init__", "cli", "run", "trainer", "trainer_cli", "tuning"},
     "cli": {"__main__", "cli"},
     "resolve": {"__init__", "cli", "export", "resolve", "trainer"},
     "registry": {"__init__", "cli", "registry", "resolve", "testing", "trainer"},
-    "strategies": {"__init__", "cli", "resolve", "strategies", "trainer", "trainer_cli"},
+    "strategies": {"__init__", "cli", "resolve", "run", "strategies", "trainer", "trainer_cli"},
 }
 
 
