@@ -12,7 +12,7 @@ SAMPLES, BATCH, LENGTH, WORDS = 24, 8, 10, 48
 NEW_TOKENS = 5
 
 
-def bert():
+def bert(**options):
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
@@ -20,6 +20,7 @@ def bert():
         BertConfig(
             vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
             max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3,
+            **options,
         )
     )  # fmt: skip
 
@@ -79,11 +80,11 @@ def mixtral():
     )  # fmt: skip
 
 
-MODELS = {"bert": bert, "llama": llama, "tied llama": lambda: llama(tie_word_embeddings=True), "gpt2": gpt2, "qwen3": qwen3, "mixtral": mixtral}
+MODELS = {"bert": bert, "bertp": lambda: bert(problem_type="single_label_classification"), "llamap": lambda: llama(use_cache=False), "llama": llama, "tied llama": lambda: llama(tie_word_embeddings=True), "gpt2": gpt2, "qwen3": qwen3, "mixtral": mixtral}
 
 
 def generates(name):
-    return name != "bert"
+    return not name.startswith("bert")
 
 
 def samples(name):
