@@ -1,5 +1,6 @@
 """Data, models and records that the three loops of each task share; what a run measures comes from its environment."""
 
+import importlib.util
 import json
 import os
 import sys
@@ -23,6 +24,8 @@ SAMPLES = BATCHES * BATCH * WORLD
 BLOCK = int(os.environ.get("OWN_LOOP_BLOCK", "0"))
 """Steps that are timed together, while the other loops of the task wait; 0: nothing is timed."""
 
+if importlib.util.find_spec("habana_frameworks_stub") is not None:
+    sys.modules.setdefault("habana_frameworks", None)  # Accelerate imports it, and this repository's is a simulation
 torch.set_num_threads(1)
 losses: list[torch.Tensor] = []
 blocks: list[float] = []

@@ -12,7 +12,6 @@ generator, discriminator = tasks.generator_net(), tasks.discriminator_net()
 optimizer_g = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.99))
 optimizer_d = torch.optim.Adam(discriminator.parameters(), lr=1e-3, betas=(0.5, 0.99))
 loader = DataLoader(tasks.points(), tasks.BATCH)
-
 generator, discriminator, optimizer_g, optimizer_d, loader = accelerator.prepare(
     generator, discriminator, optimizer_g, optimizer_d, loader
 )

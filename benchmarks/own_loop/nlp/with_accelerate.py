@@ -11,8 +11,8 @@ model = tasks.bert()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 loader = DataLoader(tasks.sentences(), tasks.BATCH)
 validation = DataLoader(tasks.sentences(50, seed=1), tasks.BATCH)
-
 model, optimizer, loader, validation = accelerator.prepare(model, optimizer, loader, validation)
+
 for epoch in range(tasks.EPOCHS):
     model.train()
     for batch in loader:

@@ -64,8 +64,8 @@ class Calls:
         self._steps = FunctionSteps(run.module)
         self._step_functions: dict[str, Callable[..., Any]] = {}
         self._routes = Routes()
-        for name in found.models:
-            now = run.module if not name else run.module.get_submodule(name)
+        self._models = [run.module if not name else run.module.get_submodule(name) for name in found.models]
+        for now in self._models:
             self._routes.add(now, "forward", partial(self._forward, now))
         for optimizer in found.optimizers:
             self._routes.add(optimizer, "step", partial(self._step, optimizer))
@@ -78,6 +78,13 @@ class Calls:
         """Give the user's objects their own methods back."""
         self._routes.remove()
         self._steps.remove()
+
+    def may_train(self) -> bool:
+        """Return whether a model with trainable parameters is in training mode, and gradients are on."""
+        return self._trains and torch.is_grad_enabled() and any(
+            model.training and any(parameter.requires_grad for parameter in model.parameters())
+            for model in self._models
+        )
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
