@@ -1,7 +1,5 @@
 """In a rank of a test's world: train tiny models of transformers, by the Trainer and by a loop of the user's own."""
 
-import os
-
 import torch
 from torch.utils.data import DataLoader
 
@@ -42,14 +40,14 @@ def llama(**options):
     )  # fmt: skip
 
 
-def gpt2():
+def gpt2(**options):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=WORDS, n_positions=32, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
-            attn_pdrop=0.0, **_tokens(),
+            attn_pdrop=0.0, **_tokens(), **options,
         )
     )  # fmt: skip
 
@@ -80,7 +78,18 @@ def mixtral():
     )  # fmt: skip
 
 
-MODELS = {"bert": bert, "bertp": lambda: bert(problem_type="single_label_classification"), "llamap": lambda: llama(use_cache=False), "llama": llama, "tied llama": lambda: llama(tie_word_embeddings=True), "gpt2": gpt2, "qwen3": qwen3, "mixtral": mixtral}
+MODELS = {
+    "bert": bert,
+    # what a pipeline follows once may neither write into its config nor make a cache
+    "bert with problem type": lambda: bert(problem_type="single_label_classification"),
+    "llama": llama,
+    "llama without cache": lambda: llama(use_cache=False),
+    "tied llama": lambda: llama(tie_word_embeddings=True),
+    "gpt2": gpt2,
+    "gpt2 untied": lambda: gpt2(tie_word_embeddings=False, use_cache=False),
+    "qwen3": qwen3,
+    "mixtral": mixtral,
+}
 
 
 def generates(name):
@@ -119,7 +128,7 @@ def plain(name):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     model.eval()
     with torch.no_grad():
         found = torch.cat([evaluated(model, batch) for batch in DataLoader(samples(name)[:BATCH], BATCH // 2)])
@@ -130,10 +139,10 @@ def plain(name):
 class Language(torchhal.Module):
     """A model of transformers under the Trainer."""
 
-    def __init__(self, name, is_evaluated=True):
+    def __init__(self, name):
         super().__init__()
         self.model = MODELS[name]()
-        self.losses, self.found, self.is_evaluated = [], [], is_evaluated
+        self.losses, self.found = [], []
 
     def forward(self, **batch):
         return self.model(**batch)
@@ -152,41 +161,29 @@ class Language(torchhal.Module):
 
 class Losses(torchhal.Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if "loss" in trainer.callback_metrics:
-            module.losses.append(float(trainer.callback_metrics["loss"]))
+        module.losses.append(float(trainer.callback_metrics.get("loss", float("nan"))))
+        module.leads = trainer.strategy.is_data_leader
 
 
-def shares(strategy):
-    """Ranks with other samples, and this one's number among them."""
-    return strategy.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-
-
-def by_trainer(name, strategy, *, is_evaluated=True):
-    """(losses of this rank, what its evaluation gave, weights on rank 0)."""
+def by_trainer(name, strategy, is_evaluated=True):
+    """What a rank has of a fit: losses, what the evaluation gave, the weights, and whether these are others' too."""
     trainer = Trainer(
         accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, callbacks=[Losses()],
     )  # fmt: skip
     module = Language(name)
-    module.train_dataloader = lambda: DataLoader(samples(name), BATCH // shares(trainer.strategy)["num_replicas"])
-    validation = DataLoader(samples(name)[:BATCH], BATCH // 2) if is_evaluated else None
-    trainer.fit(module, val_dataloaders=validation)
-    state = {key.removeprefix("model."): value.clone() for key, value in module.state_dict().items()}
+    module.train_dataloader = lambda: DataLoader(samples(name), BATCH // replicas(trainer.strategy))
+    trainer.fit(module, val_dataloaders=DataLoader(samples(name)[:BATCH], BATCH // 2) if is_evaluated else None)
     found = torch.cat(module.found) if module.found else None
-    return module.losses, found, state, trainer.strategy.is_data_leader
+    state = {key.removeprefix("model."): value.clone() for key, value in module.state_dict().items()}
+    return {**found_by(trainer.strategy, module.losses, found, state), "leads": module.leads}
 
 
-def by_run(name, strategy, how="calls", *, is_evaluated=True):
-    """As :func:`by_trainer`, by a loop of the user's own; ``how``: by calls of the model, or by ``forward_backward``."""
+def by_run(name, strategy, how="calls", is_evaluated=True):
+    """As :func:`by_trainer`, of a loop of the user's own that calls the model, or by ``forward_backward``."""
     run = torchhal.Run(accelerator="cpu", devices=2, strategy=strategy)
     model = MODELS[name]()
-    optimizer = optimizer_of(model)
-    number = 1 if "RANK" not in os.environ or not isinstance(strategy, str) or strategy in ("tensor_parallel",) else 2
-    if not isinstance(strategy, str) and how == "calls":
-        number = 1
-    if strategy in ("pipeline",):
-        number = 1
-    loader = DataLoader(samples(name), BATCH // number)
+    optimizer, loader = optimizer_of(model), DataLoader(samples(name), BATCH // (2 if strategy in SHARED_OUT else 1))
     losses, found = [], []
     with run:
         model, optimizer, loader = run.setup(model, optimizer, loader)
@@ -199,12 +196,27 @@ def by_run(name, strategy, how="calls", *, is_evaluated=True):
             else:
                 loss = run.forward_backward(lambda batch: model(**batch).loss, batch)
             optimizer.step()
-            losses.append(None if loss is None else float(loss))
+            losses.append(float("nan") if loss is None else float(loss.detach()))
         if is_evaluated:
             model.eval()
             with torch.no_grad():
                 for batch in run.evaluation_batches(DataLoader(samples(name)[:BATCH], BATCH // 2)):
                     found.append(evaluated(model, batch))
-        leader = run._strategy.is_data_leader
-    state = {key: value.clone() for key, value in model.state_dict().items()}
-    return losses, torch.cat(found) if found else None, state, leader
+        kept = found_by(run._strategy, losses, torch.cat(found) if found else None, {})
+    return {**kept, "state": {key: value.clone() for key, value in model.state_dict().items()}}
+
+
+SHARED_OUT = ("ddp", "zero1", "zero3")
+"""Strategies under which each of two ranks has its own half of a batch."""
+
+
+def replicas(strategy):
+    """Ranks with other samples."""
+    return (strategy.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
+
+
+def found_by(strategy, losses, found, state):
+    return {
+        "losses": losses, "found": found, "state": state, "replicas": replicas(strategy),
+        "leads": strategy.is_data_leader,
+    }  # fmt: skip

@@ -21,6 +21,20 @@ from torchhal.trainer.loops import extract_loss
 from torchhal.trainer.loops._batch_hooks import without_graph
 
 
+class _Closure:
+    """A closure of the user's, with gradients on; ``value`` is what its first call has returned."""
+
+    def __init__(self, closure: Callable[[], Any]) -> None:
+        self._closure = closure
+        self.value: Any = None
+
+    def __call__(self) -> Any:
+        with torch.enable_grad():
+            found = self._closure()
+        self.value = found if self.value is None else self.value  # an optimizer returns the first of several
+        return found
+
+
 class Calls:
     """The calls of one run, from its set-up to its end.
 
@@ -231,24 +245,14 @@ class Calls:
 
         def step(closure: Callable[[], Any] | None = None) -> Any:
             batches = self._batches
-            value: Any = None
-
-            def evaluate() -> Any:
-                nonlocal value
-                assert closure is not None
-                with torch.enable_grad():
-                    found = closure()
-                value = found if value is None else value  # an optimizer returns the first of several
-                return found
-
-            if closure is not None and (not takes_closure or not batches.updates):
+            evaluate = None if closure is None else _Closure(closure)
+            if evaluate is not None and (not takes_closure or not batches.updates):
                 evaluate()
-                closure = None
             if batches.in_batch and not batches.updates:
-                return value
+                return None if evaluate is None else evaluate.value
             if "owns_step" in self._features:
                 result = StepResult.UPDATED
-            elif closure is not None:
+            elif evaluate is not None and takes_closure:
                 result = StepResult.of(self._strategy.optimizer_step(optimizer, evaluate))
             else:
                 self._check_backward(optimizer)
@@ -256,12 +260,13 @@ class Calls:
             self._seen[id(optimizer)] = self._backwards
             self._progress.has_gradients = False
             self._progress.count_step(result)
-            self._skipped.discard(id(optimizer))
             if not result.updated:
                 self._skipped.add(id(optimizer))
+            elif self._skipped:
+                self._skipped.discard(id(optimizer))
             if not batches.in_batch:
                 batches.boundary()
-            return value
+            return None if evaluate is None else evaluate.value
 
         return step
 
