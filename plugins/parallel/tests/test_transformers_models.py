@@ -86,6 +86,16 @@ def test_loop_trains_stages_and_generates_as_one_process(world2, name, strategy)
 
 
 @slow
+def test_texts_of_different_lengths_are_written_by_divided_models(world2):
+    pytest.importorskip("transformers")
+    prompts, end, expected = language.uneven_texts()
+    assert len({text.shape[1] for text in expected}) == 2
+    ranks = world2.run(language.written_unevenly, "zero3", prompts, end, timeout=120)
+    for found, text in zip(ranks, expected, strict=True):
+        assert torch.equal(found, text)
+
+
+@slow
 @pytest.mark.parametrize(
     ("name", "strategy", "expected"),
     [

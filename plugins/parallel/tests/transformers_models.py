@@ -220,3 +220,31 @@ def found_by(strategy, losses, found, state):
         "losses": losses, "found": found, "state": state, "replicas": replicas(strategy),
         "leads": strategy.is_data_leader,
     }  # fmt: skip
+
+
+def uneven_texts():
+    """(prompts, a token that ends the text of the first at once and that of the second never, the texts)."""
+    model = llama().eval()
+    prompts = torch.stack([sample["input_ids"] for sample in samples("llama")])
+    texts = model.generate(prompts, max_new_tokens=NEW_TOKENS, do_sample=False)[:, LENGTH:]
+    for first, text in enumerate(texts):
+        for second, other in enumerate(texts):
+            if text[0] not in other:
+                pair, end = prompts[[first, second]], int(text[0])
+                return pair, end, [written(model, prompt, end) for prompt in pair]
+    raise AssertionError("no such texts: take other seeds")
+
+
+def written(model, prompt, end, **options):
+    with torch.no_grad():
+        return model.generate(
+            prompt[None], max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=end, pad_token_id=0, **options
+        )
+
+
+def written_unevenly(strategy, prompts, end):
+    """The text of this rank's prompt, whose model the ranks have in parts."""
+    run = torchhal.Run(accelerator="cpu", devices=2, strategy=strategy)
+    with run:
+        model = run.setup(llama()).eval()
+        return written(model, prompts[run.global_rank], end, synced_gpus=True)
