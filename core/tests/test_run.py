@@ -133,11 +133,41 @@ def test_a_scheduler_steps_with_the_optimizer_and_not_within_an_accumulation(mak
 
 def test_setup_returns_the_objects_that_it_got(make):
     model = net()
-    optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data(), batch_size=8)
-    found = make().setup(loader, optimizer, model=model)
-    assert [each is one for each, one in zip(found, (loader, optimizer, model), strict=True)] == [True] * 3
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = make().setup(optimizer, model=model)
+    assert [each is one for each, one in zip(found, (optimizer, model), strict=True)] == [True] * 2
     alone = net()
     assert make().setup(alone) is alone
+
+
+def test_loader_that_setup_returns_hands_out_the_runs_batches(make):
+    model, run = net(), make(accumulate_grad_batches=2)
+    given = DataLoader(data(20), batch_size=8)
+    _, loader = run.setup(torch.optim.SGD(model.parameters(), lr=0.1), given, model=model)[:2]
+    assert [run.updates for _ in loader] == [False, True, True]
+    assert (len(loader), loader.dataset, run.current_epoch) == (3, given.dataset, 1)
+    assert [run.updates for _ in run.batches(loader)] == [False, True, True]
+    assert run.current_epoch == 2
+    run.end()
+    assert len(list(loader)) == 3
+
+
+@pytest.mark.parametrize(
+    ("training", "gradients", "counted"), [(True, True, [False, True]), (False, True, [True] * 2), (True, False, [True] * 2)]
+)
+def test_second_loader_evaluates_while_no_model_can_train(make, training, gradients, counted):
+    model, run = net(), make(accumulate_grad_batches=2)
+    loaders = DataLoader(data(8), batch_size=8), DataLoader(data(16), batch_size=8)
+    *_, second = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), *loaders)
+    model.train(training)
+    with torch.set_grad_enabled(gradients):
+        assert [run.updates for _ in second] == counted
+
+
+def test_loader_of_inference_evaluates(make):
+    model, run = net(), make()
+    model, loader = run.setup(model, DataLoader(data(11), batch_size=4))
+    assert [len(x) for x, _ in loader] == [4, 4, 3]
 
 
 def test_a_model_in_a_run_keeps_its_signature_and_copies_are_models_of_their_own(make):

@@ -10,7 +10,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from torchhal.errors import ConfigurationError, ModelError
-from torchhal.precision.base import needs_closure
+from torchhal.precision.base import Precision, needs_closure
 from torchhal.run._batches import TrainingBatches
 from torchhal.run._models import FunctionSteps
 from torchhal.run._routes import Route, Routes
@@ -19,6 +19,36 @@ from torchhal.run._setup_objects import SetupObjects
 from torchhal.strategies import StepResult, Strategy, overrides
 from torchhal.trainer.loops import extract_loss
 from torchhal.trainer.loops._batch_hooks import without_graph
+
+
+def _plain_calls(strategy: Strategy) -> tuple[bool, bool]:
+    """Return whether ``strategy.backward`` calls ``loss.backward``, and its ``optimizer_step`` ``optimizer.step``, only.
+
+    Then a loop calls these itself: between the computations of a step, each Python call takes microseconds.
+    """
+    precision = strategy.precision
+    if strategy.mark_step is not None:
+        return False, False
+    backward = not any(overrides(strategy, Strategy, name) for name in ("backward", "manual_backward"))
+    step = not overrides(strategy, Strategy, "optimizer_step") and strategy._precision_step is None
+    return (
+        backward and not overrides(precision, Precision, "backward"),
+        step and not overrides(precision, Precision, "optimizer_step"),
+    )
+
+
+class _Closure:
+    """A closure of the user's, with gradients on; ``value`` is what its first call has returned."""
+
+    def __init__(self, closure: Callable[[], Any]) -> None:
+        self._closure = closure
+        self.value: Any = None
+
+    def __call__(self) -> Any:
+        with torch.enable_grad():
+            found = self._closure()
+        self.value = found if self.value is None else self.value  # an optimizer returns the first of several
+        return found
 
 
 class Calls:
@@ -61,12 +91,14 @@ class Calls:
         owned = {"owns_backward", "owns_accumulation"}
         self._keeps_function = "owns_step" in self._features or owned <= self._features
         self._function_code: Any = None
+        self._is_plain_backward, self._is_plain_step = _plain_calls(self._strategy)
         self._steps = FunctionSteps(run.module)
         self._step_functions: dict[str, Callable[..., Any]] = {}
         self._routes = Routes()
-        for name in found.models:
-            now = run.module if not name else run.module.get_submodule(name)
-            self._routes.add(now, "forward", partial(self._forward, now))
+        self._models = [run.module if not name else run.module.get_submodule(name) for name in found.models]
+        for now in self._models:
+            if not self._is_plain_forward(now.forward):
+                self._routes.add(now, "forward", partial(self._forward, now))
         for optimizer in found.optimizers:
             self._routes.add(optimizer, "step", partial(self._step, optimizer))
             self._routes.add(optimizer, "zero_grad", partial(self._zero_grad, optimizer))
@@ -79,7 +111,19 @@ class Calls:
         self._routes.remove()
         self._steps.remove()
 
+    def may_train(self) -> bool:
+        """Return whether a model with trainable parameters is in training mode, and gradients are on."""
+        return self._trains and torch.is_grad_enabled() and any(
+            model.training and any(parameter.requires_grad for parameter in model.parameters())
+            for model in self._models
+        )
+
     # -- forward ---------------------------------------------------------------------------------------------------
+
+    def _is_plain_forward(self, forward: Callable[..., Any]) -> bool:
+        """Return whether a call of the model needs nothing around it: a small step's time is that of such calls."""
+        functions = (self._strategy.forward_function(forward, training=training) for training in (True, False))
+        return self._alone and not self._refusal and all(function == forward for function in functions)
 
     def _forward(self, model: Any, route: Route) -> Callable[..., Any]:
         train = self._strategy.forward_function(route.inner, training=True)
@@ -179,7 +223,9 @@ class Calls:
         if (batches := self._batches.accumulate) > 1:
             loss = loss / batches
         strategy = self._strategy
-        if not self._automatic:
+        if self._is_plain_backward:
+            loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        elif not self._automatic:
             strategy.manual_backward(loss, *args, **kwargs)
         else:
             strategy.backward(loss, *args, **kwargs)
@@ -221,40 +267,35 @@ class Calls:
 
     def _step(self, optimizer: Any, route: Route) -> Callable[..., Any]:
         takes_closure = needs_closure(optimizer) or "owns_closure" in self._features
+        plain = self._is_plain_step and self._alone and not self._scales
 
         def step(closure: Callable[[], Any] | None = None) -> Any:
             batches = self._batches
-            value: Any = None
-
-            def evaluate() -> Any:
-                nonlocal value
-                assert closure is not None
-                with torch.enable_grad():
-                    found = closure()
-                value = found if value is None else value  # an optimizer returns the first of several
-                return found
-
-            if closure is not None and (not takes_closure or not batches.updates):
+            evaluate = None if closure is None else _Closure(closure)
+            if evaluate is not None and (not takes_closure or not batches.updates):
                 evaluate()
-                closure = None
             if batches.in_batch and not batches.updates:
-                return value
+                return None if evaluate is None else evaluate.value
             if "owns_step" in self._features:
                 result = StepResult.UPDATED
-            elif closure is not None:
+            elif evaluate is not None and takes_closure:
                 result = StepResult.of(self._strategy.optimizer_step(optimizer, evaluate))
+            elif plain:
+                route.inner()
+                result = StepResult.UPDATED
             else:
                 self._check_backward(optimizer)
                 result = StepResult.of(self._strategy.optimizer_step(optimizer))
             self._seen[id(optimizer)] = self._backwards
             self._progress.has_gradients = False
             self._progress.count_step(result)
-            self._skipped.discard(id(optimizer))
             if not result.updated:
                 self._skipped.add(id(optimizer))
+            elif self._skipped:
+                self._skipped.discard(id(optimizer))
             if not batches.in_batch:
                 batches.boundary()
-            return value
+            return None if evaluate is None else evaluate.value
 
         return step
 

@@ -17,16 +17,18 @@ class Route:
     Args:
         owner: the object.
         name: of the method.
+
+    Attributes:
         call: what is called in its place.
     """
 
-    def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+    def __init__(self, owner: Any, name: str) -> None:
         self.owner = owner
         self.name = name
         self.inner: Callable[..., Any] = getattr(owner, name)
         self.__wrapped__ = self.inner  # by which inspect.signature shows the signature of it
         self._before = vars(owner).get(name, _MISSING)
-        self._call = call
+        self.call: Callable[..., Any] = self.inner
         self._running = False
         self.install()
 
@@ -35,7 +37,7 @@ class Route:
             return self.inner(*args, **kwargs)
         self._running = True
         try:
-            return self._call(*args, **kwargs)
+            return self.call(*args, **kwargs)
         finally:
             self._running = False
 
@@ -81,12 +83,8 @@ class Routes:
 
     def add(self, owner: Any, name: str, call: Callable[[Route], Callable[..., Any]]) -> None:
         """Route ``owner.name`` to what ``call`` makes of the route."""
-
-        def routed(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs)
-
-        route = Route(owner, name, routed)
-        function = call(route)
+        route = Route(owner, name)
+        route.call = call(route)
         self._routes.append(route)
 
     @contextmanager

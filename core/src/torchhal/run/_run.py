@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +23,7 @@ from torchhal.run._batches import TrainingBatches
 from torchhal.run._calls import Calls
 from torchhal.run._evaluation import Evaluation
 from torchhal.run._gathering import concatenate, gather_values
+from torchhal.run._loaders import SetupLoader, given_loader
 from torchhal.run._metric_log import log_metrics
 from torchhal.run._run_trainer import RunTrainer
 from torchhal.run._setup_objects import sort_objects
@@ -161,7 +163,9 @@ class Run:
 
         Returns:
             The objects as they were given, in that order: one by itself, several as a tuple. They are the same objects,
-            unless the precision has replaced a model.
+            unless the precision has replaced a model, and but for loaders: iterating the first one is :meth:`batches`,
+            any other, and without an optimizer each, :meth:`evaluation_batches` while no model with trainable
+            parameters is in training mode or gradients are off, else :meth:`batches`.
 
         Raises:
             ConfigurationError: an object of no kind, or a strategy that only the Trainer can drive.
@@ -198,6 +202,8 @@ class Run:
         given = [*objects, *named.values()]
         replaced = {id(model): state.module if not name else state.module.get_submodule(name)
                     for name, model in found.models.items()}  # fmt: skip
+        for index, loader in enumerate(found.loaders):
+            replaced[id(loader)] = SetupLoader(loader, partial(self._pass, trains=index == 0 and fn == "fit"))
         given = [replaced.get(id(each), each) for each in given]
         return given[0] if len(given) == 1 else tuple(given)
 
@@ -307,7 +313,7 @@ class Run:
                 position checkpoints keep.
         """
         _, batches = self._ready()
-        return batches.epoch(loader)
+        return batches.epoch(given_loader(loader))
 
     def evaluation_batches(self, loader: Any) -> Iterator[Any]:
         """Return an iterator over this rank's share of ``loader``'s batches, each sample once; models only evaluate.
@@ -321,7 +327,13 @@ class Run:
         calls, batches = self._ready()
         if self._evaluation is not None:
             raise ConfigurationError("evaluation_batches is under way: end the loop over them before another begins")
-        return self._evaluate(calls, Evaluation(self._state, loader, batches.boundary))
+        return self._evaluate(calls, Evaluation(self._state, given_loader(loader), batches.boundary))
+
+    def _pass(self, loader: Any, *, trains: bool) -> Iterator[Any]:
+        """Return the iterator of a loader that setup returned: of an evaluation, unless it or a model now trains."""
+        if self._context is None:
+            return iter(loader)
+        return self.batches(loader) if trains or self._ready()[0].may_train() else self.evaluation_batches(loader)
 
     def _evaluate(self, calls: Calls, evaluation: Evaluation) -> Iterator[Any]:
         batches = self._batches

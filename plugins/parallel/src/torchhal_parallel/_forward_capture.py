@@ -96,11 +96,7 @@ class ForwardCapture:
         model = type(self.module).__name__
 
         def stop(*args: Any, **kwargs: Any) -> Any:
-            bound = self.signature.bind(self.module, *args, **kwargs).arguments
-            named = dict(list(bound.items())[1:])
-            if self.further is not None:
-                named |= named.pop(self.further, {})
-            raise _ForwardReached(named)
+            raise _ForwardReached(self.named(args, kwargs))
 
         with without_logging(self.module), self.overridden(stop), torch.no_grad():
             try:
@@ -116,6 +112,14 @@ class ForwardCapture:
             f"the step of {model} does not call self(...): a pipeline runs the model's forward, and the step must make "
             "the loss from what it returns, as a rank has only its part of the model"
         )
+
+    def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call of the model by name."""
+        bound = self.signature.bind(self.module, *args, **kwargs).arguments
+        named = dict(list(bound.items())[1:])
+        if self.further is not None:
+            named |= named.pop(self.further, {})
+        return named
 
     def generators(self) -> dict[str, Any]:
         """Return the state of all generators."""

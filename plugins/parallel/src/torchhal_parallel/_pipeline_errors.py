@@ -41,7 +41,7 @@ def explained_in_pipeline(model: str) -> Iterator[None]:
 
 
 def refuse_call(module: Any, alias: str, *args: Any, **kwargs: Any) -> NoReturn:
-    """Raise the error for a call of a model whose stages are on several ranks, outside of a step.
+    """Raise the error for a call in training of a model whose stages are on several ranks, outside of a step.
 
     Args:
         module: the user's model.
@@ -51,6 +51,6 @@ def refuse_call(module: Any, alias: str, *args: Any, **kwargs: Any) -> NoReturn:
     """
     raise ModelError(
         f"strategy {alias!r} runs the stages of {type(module).__name__} on several ranks, forward and backward "
-        "interleaved: train by run.forward_backward(function, batch), and evaluate by run.forward(function, batch), "
-        "where function(batch) calls the model"
+        "interleaved: train by run.forward_backward(function, batch), where function(batch) calls the model and returns "
+        "the loss"
     )

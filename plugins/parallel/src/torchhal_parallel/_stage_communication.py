@@ -45,3 +45,29 @@ def forward_through_stages(
         if rank == owner:
             values = roots[index](*values)
     return values
+
+
+def send_from_last(
+    values: tuple[torch.Tensor, ...],
+    boundaries: Sequence[tuple[Any, Any]],
+    last_rank: int,
+    *,
+    group: Any,
+    device: torch.device,
+) -> tuple[torch.Tensor, ...]:
+    """Return what the last stage has given on every rank of ``group``, which all call.
+
+    Args:
+        values: on ``last_rank`` these; elsewhere they are ignored.
+        boundaries: (inputs, outputs) of each stage, as tensors on the meta device.
+        last_rank: the rank in ``group`` of the last stage.
+        group: the process group of the pipeline.
+        device: on which this rank receives.
+    """
+    if dist.get_rank(group) == last_rank:
+        sent = tuple(value.contiguous() for value in values)
+    else:
+        sent = tuple(torch.empty(each.shape, dtype=each.dtype, device=device) for each in boundaries[-1][1])
+    for value in sent:
+        dist.broadcast(value, group=group, group_src=last_rank)
+    return sent

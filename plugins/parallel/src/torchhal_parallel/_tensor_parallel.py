@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import (
 
 from torchhal.errors import ConfigurationError
 from torchhal.suggestions import did_you_mean
+from torchhal_parallel._transformers_plan import transformers_plan
 
 STYLES = ("colwise", "colwise_rep", "rowwise", "rowwise_rep", "sequence_parallel")
 
@@ -68,10 +69,15 @@ def _named(style: Any) -> Any:
 
 
 def plan_of(module: nn.Module, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the strategy's plan, or the module's ``tensor_parallel_plan``: an attribute, or a method that gives it."""
+    """Return the strategy's plan, or the module's ``tensor_parallel_plan``: an attribute, or a method that gives it.
+
+    Without either that of the models of transformers in it: :func:`.transformers_plan`.
+    """
     plan = given if given is not None else getattr(module, "tensor_parallel_plan", None)
     if callable(plan):
         plan = plan()
+    if plan is None:
+        plan = transformers_plan(module)
     if plan is None:
         raise ConfigurationError(
             f"tensor parallelism needs a plan, such as {{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}}: give "

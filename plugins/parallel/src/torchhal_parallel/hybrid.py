@@ -344,7 +344,8 @@ class HybridStrategy(FullyShardedStrategy):
 
     def module_call(self, forward: Callable[..., Any], *, training: bool) -> Callable[..., Any]:
         if self.pipe is not None:
-            return partial(refuse_call, self.module, self.alias or "hybrid")
+            call = partial(refuse_call, self.module, self.alias or "hybrid") if training else self.pipe.call
+            return call if training or self.sizes["shard"] == 1 else around_call(call, self.then_sharded)
         call = super().module_call(forward, training=training)
         if self._partial_output_check is not None:
             call = self._partial_output_check.watched(call, f"what the forward of {type(self.module).__name__} gives")

@@ -25,7 +25,7 @@ from torchhal_parallel._pipeline_schedule import ScheduleCache
 from torchhal_parallel._pipeline_split import split_into_stages, stage_owns
 from torchhal_parallel._scatter_gather import merge_training, rows_of
 from torchhal_parallel._stage import StageRoot
-from torchhal_parallel._stage_communication import forward_through_stages
+from torchhal_parallel._stage_communication import forward_through_stages, send_from_last
 from torchhal_parallel._stage_graphs import StageGraphs
 from torchhal_parallel._step_inputs import check_same_size, split_arguments
 from torchhal_parallel._tensor_parallel_check import PartialOutputCheck
@@ -308,3 +308,20 @@ class Pipeline:
             return None
         with self._forward_capture.overridden(returns_once(self.module, forward.output(values))):
             return step(batch, *rest)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model's forward gives for a whole batch, without gradients, on every rank of the pipeline.
+
+        All of them call it alike, as often as they like: for the next token, say, of what it gave before.
+        """
+        tensors, constants, size = split_arguments(
+            self._forward_capture.named(args, kwargs), 1, type(self.module).__name__
+        )
+        with torch.no_grad():
+            forward = self._graphs.select(tensors, constants, size)
+            with self.strategy.guard("a forward of the pipeline"):
+                values = self._run_forward(tuple(tensors.values()), forward.boundaries)
+                values = send_from_last(
+                    values, forward.boundaries, self.last_rank, group=self.group, device=self.strategy.root_device
+                )
+            return forward.output(values)

@@ -1,0 +1,32 @@
+"""Text classification."""
+
+import tasks
+import torch
+from torch.utils.data import DataLoader
+
+torch.manual_seed(0)
+model = tasks.bert()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+loader = DataLoader(tasks.sentences(), tasks.BATCH)
+validation = DataLoader(tasks.sentences(50, seed=1), tasks.BATCH)
+
+for epoch in range(tasks.EPOCHS):
+    model.train()
+    for batch in loader:
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        tasks.record(loss)
+
+    model.eval()
+    hits = total = 0
+    for batch in validation:
+        with torch.no_grad():
+            predictions = model(**batch).logits.argmax(dim=-1)
+        labels = batch["labels"]
+        hits += int((predictions == labels).sum())
+        total += len(labels)
+    print(f"epoch {epoch}: {hits} of {total} right")
+
+tasks.finish(hits=hits, total=total)
