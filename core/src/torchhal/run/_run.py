@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from torchhal import _arguments as arguments
-from torchhal.distributed import failures, process, rendezvous
+from torchhal.distributed import process, rendezvous
 from torchhal.distributed.signals import at_once
 from torchhal.errors import ConfigurationError
 from torchhal.run._batches import TrainingBatches
@@ -23,12 +21,16 @@ from torchhal.run._calls import Calls
 from torchhal.run._evaluation import Evaluation
 from torchhal.run._gathering import concatenate, gather_values
 from torchhal.run._metric_log import log_metrics
+from torchhal.run._program_end import end_with_program, has_ended
 from torchhal.run._run_trainer import RunTrainer
 from torchhal.run._setup_objects import sort_objects
 from torchhal.trainer._run_lifecycle import executing
 from torchhal.trainer._run_record import gather_peak_memory
 from torchhal.trainer.logging._standard_streams import lossy_streams
 from torchhal.trainer.loops import StopOnSignal
+
+_EXIT_WAIT = timedelta(seconds=60)
+"""How long a rank whose program ends in the midst of an epoch waits for the others, as by sys.exit on one rank."""
 
 
 class Run:
@@ -192,9 +194,7 @@ class Run:
                     self._begin_training()
             self._context = stack.pop_all()
         if not self._is_launched:
-            failures.install_excepthook()
-            _open_runs.add(self)
-            _register_exit()
+            end_with_program(self)
         given = [*objects, *named.values()]
         replaced = {id(model): state.module if not name else state.module.get_submodule(name)
                     for name, model in found.models.items()}  # fmt: skip
@@ -226,6 +226,16 @@ class Run:
             DistributedError: the replicas of a model have parted.
             SystemExit, KeyboardInterrupt: a signal asked to stop.
         """
+        self._end(self._strategy.timeout)
+
+    def _end_at_exit(self) -> None:
+        """End the run with the program; one that has left its loop may have left the other ranks in theirs."""
+        timeout = self._strategy.timeout
+        if self._batches is not None and self._batches.is_amid_epoch:
+            timeout = min(timeout, _EXIT_WAIT)
+        self._end(timeout)
+
+    def _end(self, timeout: timedelta) -> None:
         context = self._context
         if context is None:
             return
@@ -237,7 +247,7 @@ class Run:
                     self._batches.settle()
                 state.phases.end_all()
                 state.progress.stop_clock()
-            signum = strategy.watch.agree_on_stop_at_end(strategy.timeout)
+            signum = strategy.watch.agree_on_stop_at_end(timeout)
             if signum is not None and signum > 0:
                 raise StopOnSignal(signum)
             if state.state.fn == "fit":
@@ -255,12 +265,12 @@ class Run:
         context, self._context = self._context, None
         if context is None:
             return
-        _open_runs.discard(self)
+        has_ended(self)
         if not context.__exit__(type(error), error, error.__traceback__):
             self._after_end()
 
     def _after_end(self) -> None:
-        _open_runs.discard(self)
+        has_ended(self)
         self._trainer.give_parameters_back()
 
     def _stop(self, signum: int) -> None:
@@ -529,48 +539,3 @@ def _call(run: Run, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
             return function(run, *args)
     finally:
         run._is_launched = False
-
-
-_open_runs: weakref.WeakSet[Run] = weakref.WeakSet()
-"""Those that end with the program."""
-
-_exit_registered_in: int | None = None
-
-
-def _register_exit() -> None:
-    """End the open runs of this process with the program, or with the error that ends it."""
-    global _exit_registered_in
-    if _exit_registered_in != os.getpid():
-        if _exit_registered_in is None:
-            failures.uncaught.append(_end_failed)
-        _exit_registered_in = os.getpid()
-        atexit.register(_end_at_exit, os.getpid())
-
-
-def _end_failed(error: BaseException) -> None:
-    for run in list(_open_runs):
-        try:
-            run._close(error)
-        except BaseException as raised:
-            if raised is not error and raised.__cause__ is None:
-                raised.__cause__ = error
-
-
-def _end_at_exit(pid: int) -> None:
-    if pid != os.getpid():
-        return
-    error = getattr(sys, "last_value", None)
-    try:
-        for run in list(_open_runs):
-            if error is not None:
-                run._close(error)
-            else:
-                run.end()
-    except SystemExit as stop:
-        process.leave(process.exit_status(stop.code))
-    except KeyboardInterrupt:
-        process.leave(130)
-    except BaseException as failed:
-        if failed is not error:
-            sys.excepthook(type(failed), failed, failed.__traceback__)
-        process.leave(1)
