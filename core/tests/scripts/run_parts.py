@@ -87,6 +87,7 @@ def record(config, rank, epoch, loss, index):
     """Write what a batch was and gave, at once: the process may be killed in the next one."""
     with open(os.path.join(config["out"], f"rank{rank}.jsonl"), "a") as file:
         print(json.dumps({"epoch": epoch, "loss": loss.item(), "seen": index.tolist()}), file=file)
+    time.sleep(config.get("pause", 0))  # so that a signal finds ranks in their steps
 
 
 def mark(config):

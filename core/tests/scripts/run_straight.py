@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 
 import torch
 from run_parts import F, Net, make_loader, make_optimizer, misbehave, record, run_options
@@ -29,7 +28,6 @@ for epoch in range(run.current_epoch, config.get("epochs", 2)):
         if config.get("save_at") == run.global_step:
             print("saved", run.save_checkpoint(config.get("filepath")), flush=True)
         misbehave(config, run.global_rank, run.global_step, "after_step")
-        time.sleep(config.get("pause", 0))
     if config.get("saves_epochs"):
         run.save_checkpoint()
 if config.get("ends"):

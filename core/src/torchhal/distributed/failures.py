@@ -31,10 +31,7 @@ __all__ = [
 ]
 
 _TORCHHAL = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_LAUNCHING = (
-    *(os.path.join(_TORCHHAL, package, "") for package in ("distributed", "launchers")),
-    os.path.join(_TORCHHAL, "trainer", "_run_lifecycle.py"),  # the context that a script's error is thrown into
-)
+_LAUNCHING = tuple(os.path.join(_TORCHHAL, package, "") for package in ("distributed", "launchers"))
 
 MAX_TEXT = 7_000
 """Longest traceback that travels: as JSON it must fit a pipe's 64 KiB."""
