@@ -46,7 +46,7 @@ def run_job(folder, script, *, command=(), cwd=None, timeout=150, **config):
         **config: for the script; see run_parts.py.
     """
     folder.mkdir(exist_ok=True)
-    environment = {**os.environ, "TORCHHAL_TEST_MARK": str(folder), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "TORCHHAL_TEST_MARK": str(folder), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [*command, sys.executable, str(SCRIPTS / script), json.dumps({"out": str(folder), **config})],
         env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

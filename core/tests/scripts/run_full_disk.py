@@ -9,6 +9,7 @@ import torch
 from run_parts import F, Net, make_loader, make_optimizer, run_options
 
 import torchhal
+from torchhal.errors import CheckpointError
 
 config = json.loads(sys.argv[1])
 torch.manual_seed(0)
@@ -33,7 +34,7 @@ for x, y, _ in run.batches(loader):
         os.fsync = full
         try:
             run.save_checkpoint()
-        except torchhal.CheckpointError as error:
+        except CheckpointError as error:
             reason = "No space left on device" if "No space left on device" in str(error) else str(error)
             sys.stderr.write(f"rank {run.global_rank}: {type(error).__name__} {reason}\n")
         os.fsync = fsync

@@ -36,6 +36,12 @@ def has_ended(run: Run) -> None:
         _open_runs.remove(run)
 
 
+def end_open_runs() -> None:
+    """End the runs before another one begins: in a notebook, those of cells that failed or are run again."""
+    for run in list(_open_runs):
+        run.end()
+
+
 def _close_runs(error: BaseException) -> BaseException:
     """End the open runs with what ends the program; return what that has become."""
     in_order = isinstance(error, SystemExit) and not process.exit_status(error.code)

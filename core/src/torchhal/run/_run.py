@@ -21,7 +21,7 @@ from torchhal.run._calls import Calls
 from torchhal.run._evaluation import Evaluation
 from torchhal.run._gathering import concatenate, gather_values
 from torchhal.run._metric_log import log_metrics
-from torchhal.run._program_end import end_with_program, has_ended
+from torchhal.run._program_end import end_open_runs, end_with_program, has_ended
 from torchhal.run._run_trainer import RunTrainer
 from torchhal.run._setup_objects import sort_objects
 from torchhal.trainer._run_lifecycle import executing
@@ -144,6 +144,7 @@ class Run:
         if not callable(function):
             raise TypeError(f"'function' must be callable (got {function!r})")
         self._check_not_set_up()
+        end_open_runs()
         process.open_standard_descriptors()
         rendezvous.begin_call()
         launcher = self._strategy.make_launcher()
@@ -152,6 +153,8 @@ class Run:
 
     def setup(self, *objects: Any, ckpt_path: str | os.PathLike[str] | None = None, **named: Any) -> Any:
         """Start the ranks, and set up everything that the loop uses. Every rank calls it, once.
+
+        A process has one run at a time: one that was set up before and has not ended ends here.
 
         Args:
             *objects: models, their optimizers and schedulers, training loaders, and objects with ``state_dict`` and
@@ -172,6 +175,7 @@ class Run:
         """
         self._check_not_set_up()
         path = arguments.check_ckpt_path(ckpt_path)
+        end_open_runs()
         found = sort_objects(objects, named)
         trainer, state = self._trainer, self._state
         trainer.take(found)
