@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -94,3 +95,83 @@ def test_lines_without_ipywidgets(run):
     assert [line.partition(",")[0] for line in printed(notebook).splitlines() if line.startswith("Epoch")] == [
         "Epoch 0: 100% 4/4", "Epoch 1: 100% 4/4",
     ]  # fmt: skip
+
+
+LOOP = """
+import torch
+import torchhal
+from torch import nn
+
+def train(run, model, optimizer, batches):
+    for epoch in range(run.current_epoch, 2):
+        for batch in run.batches(batches):
+            optimizer.zero_grad()
+            loss = model(batch).pow(2).mean()
+            run.backward(loss)
+            optimizer.step()
+    run.print("trained", run.world_size, run.global_step, model.weight.sum().item())
+
+def objects():
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.ones(3, 2)] * 4
+
+def launched(run):
+    train(run, *run.setup(*objects()))
+    return run.world_size
+
+"""
+
+SETUP = """
+run = torchhal.Run(accelerator="cpu", devices={devices}, strategy={strategy!r})
+given = run.setup(*objects())
+"""
+
+
+def test_a_run_by_cells(run):
+    """Between the set-up and the end of a run there may be cells; the next run of a kernel follows."""
+    again = [SETUP.format(devices=1, strategy="auto"), "train(run, *given)", "run.end()"]
+    notebook = run(LOOP, *again, *again)
+    first, second = [line for line in printed(notebook).splitlines() if line.startswith("trained")]
+    assert first == second and first.startswith("trained 1 8 ")
+
+
+def test_a_run_after_one_that_was_left(run):
+    """A cell that failed or was run again leaves a run open: the next set-up ends it."""
+    failed = "for batch in run.batches(given[2]):\n    1 / 0"
+    cell = SETUP.format(devices=1, strategy="auto") + "train(run, *given)"
+    caught = "try:\n    " + failed.replace("\n", "\n    ") + "\nexcept ZeroDivisionError:\n    pass"
+    notebook = run(LOOP, SETUP.format(devices=1, strategy="auto"), caught, cell, cell)
+    first, second = [line for line in printed(notebook).splitlines() if line.startswith("trained")]
+    assert first == second and first.startswith("trained 1 8 ")
+
+
+def test_the_same_objects_in_a_run_after_one_that_was_left(run):
+    """The routes of the first run are taken off them, so that nothing is done twice."""
+    cell = "again = torchhal.Run(accelerator='cpu', devices=1); train(again, *again.setup(*given))"
+    ended = "try:\n    run.barrier()\nexcept Exception as error:\n    print('trained', error)"
+    notebook = run(LOOP, SETUP.format(devices=1, strategy="auto"), cell, ended, cell)
+    first, told, second = [line for line in printed(notebook).splitlines() if line.startswith("trained")]
+    assert first.startswith("trained 1 8 ") and second.startswith("trained 1 8 ") and first != second
+    assert told == "trained this Run has ended"
+
+
+@pytest.mark.slow
+def test_several_processes_of_a_run(run):
+    """A script would go on in them, and there is none; a function is launched."""
+    refused = """
+try:
+    torchhal.Run(accelerator="cpu", devices=2{}).setup(*objects())
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    notebook = run(
+        LOOP,
+        *(refused.format(strategy) for strategy in ("", ", strategy='ddp'")),
+        "run = torchhal.Run(accelerator='cpu', devices=2, strategy='ddp_notebook')",
+        "print('told', run.launch(launched))",
+    )
+    text = printed(notebook)
+    assert re.search(r"LaunchError launcher 'fork' .* call run.launch\(function\)", text), text
+    assert re.search(r"UnsupportedCombinationError strategy 'ddp' runs the script once per process", text), text
+    assert "trained 2 8 " in text and "told 2" in text, text

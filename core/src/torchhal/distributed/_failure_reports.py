@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -11,7 +12,7 @@ from torchhal.distributed import failures
 from torchhal.distributed._process_inspection import Presence
 from torchhal.distributed._stop_agreement import StopAgreements
 from torchhal.distributed.failures import Failure
-from torchhal.distributed.signals import StopRequested, is_agreed
+from torchhal.distributed.signals import StopRequested, is_agreed, is_orderly
 from torchhal.distributed.stores import first_line, ranks_text
 from torchhal.errors import CollectiveTimeoutError, DistributedError, RankFailedError, TorchhalError
 
@@ -32,6 +33,8 @@ class FailureReports(StopAgreements):
             self._discover()  # no other process reports a rank that ended without posting
             return
         if isinstance(error, (SystemExit, KeyboardInterrupt)) and (self.stop_signal is not None or is_agreed(error)):
+            if isinstance(error, KeyboardInterrupt) and not is_orderly(error):  # a second Ctrl-C, ahead of that step
+                self.report_stop(signal.SIGINT)
             return  # agreed at a step boundary, or at the end of training
         if isinstance(error, StopRequested):  # during set-up
             self.report_stop(error.signum)

@@ -216,6 +216,17 @@ uncaught: list[Callable[[BaseException], None]] = []
 """Called with an error that ends this process, before it is printed, to report it to the other ranks."""
 
 
+closing: list[Callable[[BaseException], BaseException]] = []
+"""Called with what ends this process, an exit included: each ends what is open and returns the error in its place."""
+
+
+def close_open(error: BaseException) -> BaseException:
+    """End what is open in this process with the error that ends it, and return the error to report in its place."""
+    for close in closing:
+        error = close(error)
+    return error
+
+
 def install_excepthook() -> None:
     """Install a hook that prints each rank's failure once, not on every rank, nor below the peer errors it caused.
 
@@ -227,6 +238,10 @@ def install_excepthook() -> None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if (closed := close_open(error)) is not error:
+            kind, error, trace = type(closed), closed, closed.__traceback__
+            if is_orderly(error):  # the interpreter takes the status of an exit from a hook, too
+                raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else exit_status(error.code))  # type: ignore[attr-defined]
         if is_orderly(error):
             return
         for tell in uncaught:

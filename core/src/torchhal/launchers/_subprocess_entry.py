@@ -35,23 +35,28 @@ def main(arguments: list[str]) -> None:
     try:
         signals.unblock()
         _run(kind, target, rest)
-    except SystemExit as error:
+    except BaseException as error:
+        code = _end(rank, failures.close_open(error))
+    process.finish(code)
+
+
+def _end(rank: int, error: BaseException) -> int:
+    """Show and report what ended the script; return the status."""
+    if isinstance(error, SystemExit):
         code = process.exit_status(error.code)
         if isinstance(error.code, str):
             process.write_stderr(f"{error.code}\n")
         if failures.amid_call:
             code = code or 1  # the others are still in the call
-            sys.last_value = error
         if code:
             failures.send_report(failures.Failure.from_exception(rank, error))
-    except BaseException as error:
-        sys.last_value = error  # as the interpreter does, for exit handlers
-        error.__traceback__ = failures.user_frames(error.__traceback__)
-        code = 130 if isinstance(error, KeyboardInterrupt) else 1
-        if not isinstance(error, KeyboardInterrupt):
-            _show(rank, error)
-        failures.send_report(failures.Failure.from_exception(rank, error))
-    process.finish(code)
+        return code
+    sys.last_value = error  # as the interpreter does, for exit handlers
+    error.__traceback__ = failures.user_frames(error.__traceback__)
+    if not isinstance(error, KeyboardInterrupt):
+        _show(rank, error)
+    failures.send_report(failures.Failure.from_exception(rank, error))
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
 def _prepare(rank: int) -> None:

@@ -219,6 +219,11 @@ class TrainingBatches:
         """Epochs that have ended, one that the loop has left by ``break`` included."""
         return self._state.progress.epoch + self._was_left
 
+    @property
+    def is_amid_epoch(self) -> bool:
+        """Whether an epoch of the main loader has begun and not come to its end, by ``break`` or an exit."""
+        return self._epoch_is_open
+
     def settle(self) -> None:
         """End the epoch that the loop has left by ``break``. Every rank must call."""
         if self._was_left:

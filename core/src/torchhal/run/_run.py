@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from datetime import timedelta
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import torch
 
 from torchhal import _arguments as arguments
-from torchhal.distributed import failures, process, rendezvous
+from torchhal.distributed import process, rendezvous
 from torchhal.distributed.signals import at_once
 from torchhal.errors import ConfigurationError
 from torchhal.run._batches import TrainingBatches
@@ -25,12 +23,16 @@ from torchhal.run._evaluation import Evaluation
 from torchhal.run._gathering import concatenate, gather_values
 from torchhal.run._loaders import SetupLoader, given_loader
 from torchhal.run._metric_log import log_metrics
+from torchhal.run._program_end import end_open_runs, end_with_program, has_ended
 from torchhal.run._run_trainer import RunTrainer
 from torchhal.run._setup_objects import sort_objects
 from torchhal.trainer._run_lifecycle import executing
 from torchhal.trainer._run_record import gather_peak_memory
 from torchhal.trainer.logging._standard_streams import lossy_streams
 from torchhal.trainer.loops import StopOnSignal
+
+_EXIT_WAIT = timedelta(seconds=60)
+"""How long a rank whose program ends in the midst of an epoch waits for the others, as by sys.exit on one rank."""
 
 
 class Run:
@@ -144,6 +146,7 @@ class Run:
         if not callable(function):
             raise TypeError(f"'function' must be callable (got {function!r})")
         self._check_not_set_up()
+        end_open_runs()
         process.open_standard_descriptors()
         rendezvous.begin_call()
         launcher = self._strategy.make_launcher()
@@ -152,6 +155,8 @@ class Run:
 
     def setup(self, *objects: Any, ckpt_path: str | os.PathLike[str] | None = None, **named: Any) -> Any:
         """Start the ranks, and set up everything that the loop uses. Every rank calls it, once.
+
+        A process has one run at a time: one that was set up before and has not ended ends here.
 
         Args:
             *objects: models, their optimizers and schedulers, training loaders, and objects with ``state_dict`` and
@@ -174,6 +179,7 @@ class Run:
         """
         self._check_not_set_up()
         path = arguments.check_ckpt_path(ckpt_path)
+        end_open_runs()
         found = sort_objects(objects, named)
         trainer, state = self._trainer, self._state
         trainer.take(found)
@@ -196,9 +202,7 @@ class Run:
                     self._begin_training()
             self._context = stack.pop_all()
         if not self._is_launched:
-            failures.install_excepthook()
-            _open_runs.add(self)
-            _register_exit()
+            end_with_program(self)
         given = [*objects, *named.values()]
         replaced = {id(model): state.module if not name else state.module.get_submodule(name)
                     for name, model in found.models.items()}  # fmt: skip
@@ -232,6 +236,16 @@ class Run:
             DistributedError: the replicas of a model have parted.
             SystemExit, KeyboardInterrupt: a signal asked to stop.
         """
+        self._end(self._strategy.timeout)
+
+    def _end_at_exit(self) -> None:
+        """End the run with the program; one that has left its loop may have left the other ranks in theirs."""
+        timeout = self._strategy.timeout
+        if self._batches is not None and self._batches.is_amid_epoch:
+            timeout = min(timeout, _EXIT_WAIT)
+        self._end(timeout)
+
+    def _end(self, timeout: timedelta) -> None:
         context = self._context
         if context is None:
             return
@@ -245,7 +259,7 @@ class Run:
                 self._trainer.saver.on_train_end(self._trainer, state.module)  # waits for a save under way
                 state.phases.end_all()
                 state.progress.stop_clock()
-            signum = strategy.watch.agree_on_stop_at_end(strategy.timeout)
+            signum = strategy.watch.agree_on_stop_at_end(timeout)
             if signum is not None and signum > 0:
                 raise StopOnSignal(signum)
             if state.state.fn == "fit":
@@ -263,12 +277,12 @@ class Run:
         context, self._context = self._context, None
         if context is None:
             return
-        _open_runs.discard(self)
+        has_ended(self)
         if not context.__exit__(type(error), error, error.__traceback__):
             self._after_end()
 
     def _after_end(self) -> None:
-        _open_runs.discard(self)
+        has_ended(self)
         self._trainer.give_parameters_back()
 
     def _stop(self, signum: int) -> None:
@@ -549,48 +563,3 @@ def _call(run: Run, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
             return function(run, *args)
     finally:
         run._is_launched = False
-
-
-_open_runs: weakref.WeakSet[Run] = weakref.WeakSet()
-"""Those that end with the program."""
-
-_exit_registered_in: int | None = None
-
-
-def _register_exit() -> None:
-    """End the open runs of this process with the program, or with the error that ends it."""
-    global _exit_registered_in
-    if _exit_registered_in != os.getpid():
-        if _exit_registered_in is None:
-            failures.uncaught.append(_end_failed)
-        _exit_registered_in = os.getpid()
-        atexit.register(_end_at_exit, os.getpid())
-
-
-def _end_failed(error: BaseException) -> None:
-    for run in list(_open_runs):
-        try:
-            run._close(error)
-        except BaseException as raised:
-            if raised is not error and raised.__cause__ is None:
-                raised.__cause__ = error
-
-
-def _end_at_exit(pid: int) -> None:
-    if pid != os.getpid():
-        return
-    error = getattr(sys, "last_value", None)
-    try:
-        for run in list(_open_runs):
-            if error is not None:
-                run._close(error)
-            else:
-                run.end()
-    except SystemExit as stop:
-        process.leave(process.exit_status(stop.code))
-    except KeyboardInterrupt:
-        process.leave(130)
-    except BaseException as failed:
-        if failed is not error:
-            sys.excepthook(type(failed), failed, failed.__traceback__)
-        process.leave(1)

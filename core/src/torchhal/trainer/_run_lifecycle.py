@@ -165,6 +165,8 @@ def executing(
                 run.strategy.restore_module()
         failed = False
     except BaseException as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            error.__traceback__ = error.__traceback__.tb_next  # without this frame, which yielded
         run.state.status = "interrupted"
         raised: BaseException | None = report_failure(run, error)
         if record is not None:

@@ -24,7 +24,8 @@ _log = logging.getLogger("torchhal")
 def _callers_level() -> int:
     """Return the ``stacklevel`` with which a warning of the caller shows the user's line that called torchhal."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_globals.get("__name__", "").startswith("torchhal") and frame.f_back is not None:
+    inside = ("torchhal", "contextlib")  # that enters the context of a call
+    while frame.f_globals.get("__name__", "").startswith(inside) and frame.f_back is not None:
         level, frame = level + 1, frame.f_back
     return level
 
