@@ -121,7 +121,7 @@ def test_checkpoint_without_space_left(tmp_path):
     assert sorted(line for line in job.said.splitlines() if line.startswith("rank")) == [
         "rank 0: CheckpointError No space left on device", "rank 1: CheckpointError No space left on device",
     ]  # fmt: skip
-    assert [path.name for path in tmp_path.glob("checkpoints/*")] == ["epoch=0-step=4.ckpt"]
+    assert [path.name for path in tmp_path.glob("checkpoints/*.ckpt")] == ["epoch=0-step=4.ckpt"]
 
 
 @pytest.mark.parametrize("ckpt_path", ["last", "its path"])
