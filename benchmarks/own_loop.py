@@ -1,6 +1,6 @@
 """A plain loop, the same with ``torchhal.Run`` and with Accelerate: lines changed, losses, resume and step time.
 
-    python benchmarks/own_loop.py [--tasks nlp vision ...] [--blocks 20] [--repeats 3] [--no-times]
+    python benchmarks/own_loop.py [--tasks nlp vision ...] [--blocks 10] [--repeats 5] [--no-times]
 
 The scripts are in ``own_loop/TASK``: ``plain.py``, ``with_run.py`` and ``with_accelerate.py``; nlp needs transformers.
 Lines are counted against the plain loop by difflib, without blank ones and without indentation: one that is replaced,
@@ -100,9 +100,7 @@ def block_times(task: str, blocks: int, folder: Path) -> dict[str, list[float]]:
             wait_for_turn(process)
     for process in processes.values():
         process.communicate("\n" * 3)
-    return {
-        loop: json.loads((folder / f"times-{loop}.0.json").read_text())["blocks"][1 : blocks + 1] for loop in LOOPS
-    }
+    return {loop: json.loads((folder / f"times-{loop}.0.json").read_text())["blocks"][1 : blocks + 1] for loop in LOOPS}
 
 
 def wait_for_turn(process: subprocess.Popen) -> None:
@@ -124,8 +122,8 @@ def compared(task: str, loop: str, times: list[dict[str, list[float]]]) -> tuple
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--blocks", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--blocks", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no-times", action="store_true")
     arguments = parser.parse_args()
     if importlib.util.find_spec("accelerate") is None or importlib.util.find_spec("transformers") is None:

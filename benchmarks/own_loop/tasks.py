@@ -86,7 +86,9 @@ def generator_net():
 
 def discriminator_net():
     """From such a point to the logit of being real."""
-    return nn.Sequential(nn.Linear(16, 384), nn.LeakyReLU(0.2), nn.Linear(384, 384), nn.LeakyReLU(0.2), nn.Linear(384, 1))
+    return nn.Sequential(
+        nn.Linear(16, 384), nn.LeakyReLU(0.2), nn.Linear(384, 384), nn.LeakyReLU(0.2), nn.Linear(384, 1)
+    )
 
 
 def points(samples=SAMPLES):
