@@ -1,16 +1,16 @@
 """A plain loop, the same with ``torchhal.Run`` and with Accelerate: lines changed, losses, resume and step time.
 
-    python benchmarks/own_loop.py [--tasks nlp vision ...] [--blocks 20] [--repeats 3] [--no-times]
+    python benchmarks/own_loop.py [--tasks nlp vision ...] [--rounds 15] [--no-times]
 
 The scripts are in ``own_loop/TASK``: ``plain.py``, ``with_run.py`` and ``with_accelerate.py``; nlp needs transformers.
-Lines are counted against the plain loop by difflib, without blank ones and without indentation: one that is replaced,
-added or removed is one. Losses: the greatest difference to the plain loop, in one process and under ``torchrun`` in two
-(half the batch each, the mean over the ranks). Resume: that of the losses after a checkpoint in the midst of an epoch,
-continued in a new process, to those of the same script that went on. Times: the three scripts run at once, one thread
-each, and take turns of a block of steps, so that a slow moment of the machine hits all alike; each counts its
-CPU time. The ratio is the median over the blocks, and of several such runs, as the memory of each process lies
-elsewhere. Bounds: Run changes no more lines than Accelerate, its losses in one process and after a resume are
-equal, and its steps take at most 1.01x, where a plain one takes a millisecond or more.
+Lines are counted against the plain loop by difflib, without blank ones and without indentation: those that are new or
+changed, and after a minus those that fall away. Losses: the greatest difference to the plain loop, in one process and
+under ``torchrun`` in two (half the batch each, the mean over the ranks). Resume: that of the losses after a checkpoint
+in the midst of an epoch, continued in a new process, to those of the same script that went on. Times: the three scripts
+run in turn in one process, on one thread, so that a slow moment of the machine hits all alike; a step's is the lower
+quartile of a round's CPU times, the ratio the median over the rounds. Bounds: Run changes no more lines than
+Accelerate, its losses in one process and after a resume are equal, and its steps take at most 1.01x, where a plain one
+takes a millisecond or more.
 """
 
 import argparse
@@ -28,7 +28,7 @@ FOLDER = Path(__file__).with_suffix("")
 TASKS = ("nlp", "vision", "gan", "accumulation", "resume")
 LOOPS = ("plain", "with_run", "with_accelerate")
 BOUND = 1.01
-STEPS_PER_BLOCK = {"nlp": 5, "vision": 15, "gan": 15, "accumulation": 30, "resume": 15}
+STEPS = {"nlp": 60, "vision": 150, "gan": 150, "accumulation": 150, "resume": 150}
 
 
 def lines(task: str, loop: str) -> list[str]:
@@ -37,10 +37,11 @@ def lines(task: str, loop: str) -> list[str]:
     return [line.strip() for line in text.splitlines()[1:] if line.strip()]
 
 
-def lines_changed(task: str, loop: str) -> int:
-    """Lines of the plain loop that are changed, added or removed in another one."""
+def lines_changed(task: str, loop: str) -> tuple[int, int]:
+    """Lines of another loop that the plain one doesn't have, and how many lines of that fall away."""
     blocks = difflib.SequenceMatcher(None, lines(task, "plain"), lines(task, loop), autojunk=False).get_opcodes()
-    return sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in blocks if tag != "equal")
+    changed = [(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in blocks if tag != "equal"]
+    return sum(new for _, new in changed), sum(max(0, old - new) for old, new in changed)
 
 
 def environment(out: Path, **settings: object) -> dict[str, str]:
@@ -79,53 +80,20 @@ def resume_difference(loop: str, folder: Path) -> float:
     return difference(whole[-len(rest) :], rest)
 
 
-def block_times(task: str, blocks: int, folder: Path) -> dict[str, list[float]]:
-    """CPU seconds of each block of steps, the loops in turn."""
-    steps = STEPS_PER_BLOCK[task]
-    processes = {}
-    for loop in LOOPS:
-        variables = environment(
-            folder / f"times-{loop}", folder=folder, block=steps, batches=steps * (blocks + 2) + 1, epochs=1
-        )
-        processes[loop] = subprocess.Popen(
-            [sys.executable, str(FOLDER / task / f"{loop}.py")], env=variables, cwd=folder, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-    for process in processes.values():  # the first blocks run at once, and aren't timed
-        wait_for_turn(process)
-    for _ in range(blocks + 1):
-        for process in processes.values():
-            process.stdin.write("\n")
-            process.stdin.flush()
-            wait_for_turn(process)
-    for process in processes.values():
-        process.communicate("\n" * 3)
-    return {
-        loop: json.loads((folder / f"times-{loop}.0.json").read_text())["blocks"][1 : blocks + 1] for loop in LOOPS
-    }
-
-
-def wait_for_turn(process: subprocess.Popen) -> None:
-    while (line := process.stdout.readline().strip()) != "turn":
-        if not line and process.poll() is not None:
-            raise SystemExit(f"{process.args[-1]} ended with exit code {process.returncode}")
-
-
-def compared(task: str, loop: str, times: list[dict[str, list[float]]]) -> tuple[float, float, float]:
-    """(time of a step to that of the plain loop, seconds of one, seconds more than the plain one's), each a median."""
-    pairs = [list(zip(each[loop], each["plain"], strict=True)) for each in times]
-    ratios = [statistics.median(mine / base for mine, base in each) for each in pairs]
-    steps = STEPS_PER_BLOCK[task]
-    step = statistics.median(mine for each in pairs for mine, _ in each) / steps
-    extra = statistics.median(mine - base for each in pairs for mine, base in each) / steps
-    return statistics.median(ratios), step, extra
+def step_times(task: str, rounds: int, folder: Path) -> dict[str, list[float]]:
+    """CPU seconds of a step of each loop, the lower quartile of each round; the loops run in turn in one process."""
+    variables = environment(folder / "times", folder=folder, batches=STEPS[task], epochs=1)
+    command = [sys.executable, str(FOLDER / "timing.py"), task, str(rounds)]
+    done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"timing.py {task}, exit code {done.returncode}:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--blocks", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--no-times", action="store_true")
     arguments = parser.parse_args()
     if importlib.util.find_spec("accelerate") is None or importlib.util.find_spec("transformers") is None:
@@ -137,8 +105,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             plain = run(task, "plain", folder)
-            repeats = 0 if arguments.no_times else arguments.repeats
-            times = [block_times(task, arguments.blocks, folder) for _ in range(repeats)]
+            times = None if arguments.no_times else step_times(task, arguments.rounds, folder)
             resumed = {loop: resume_difference(loop, folder) if task == "resume" else None for loop in LOOPS}
             changed = {loop: lines_changed(task, loop) for loop in LOOPS}
             for loop in LOOPS:
@@ -152,19 +119,20 @@ def main() -> None:
                         cells[1] += f" {both['results']} for {plain['results']}"
                 if resumed[loop] is not None:
                     cells[2] = f"{resumed[loop]:.1e}"
-                if times:
-                    ratio, step, extra = compared(task, loop, times)
-                    cells[3] = f"{step * 1e3:.2f} ms, {ratio:.3f}x ({extra * 1e6:+.0f} us)"
+                if times is not None:
+                    step = statistics.median(times[loop])
+                    ratio = statistics.median(a / b for a, b in zip(times[loop], times["plain"], strict=True))
+                    cells[3] = f"{step * 1e3:.2f} ms, {ratio:.3f}x"
                     if loop == "with_run" and ratio > BOUND and step >= 1e-3:
                         missed.append(f"{task}: {ratio:.3f}x")
                 if loop == "with_run":
                     equal = alone["losses"] == plain["losses"] and alone["results"] == plain["results"]
                     missed += [] if equal else [f"{task}: losses or results of one process"]
                     missed += [f"{task}: resume"] if resumed[loop] else []
-                    missed += [f"{task}: lines"] if changed[loop] > changed["with_accelerate"] else []
-                count = "" if loop == "plain" else str(changed[loop])
+                    missed += [f"{task}: lines"] if changed[loop][0] > changed["with_accelerate"][0] else []
+                count = "" if loop == "plain" else " -".join(map(str, filter(None, changed[loop])))
                 print(
-                    f"{task:<13} {loop.removeprefix('with_'):<11} {count:>5}  {cells[0]:<21}  {cells[1]:<12}  "
+                    f"{task:<13} {loop.removeprefix('with_'):<11} {count:<5}  {cells[0]:<21}  {cells[1]:<12}  "
                     f"{cells[2]:<8}  {cells[3]}",
                     flush=True,
                 )

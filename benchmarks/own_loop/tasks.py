@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -21,16 +20,11 @@ RESUMES = os.environ.get("OWN_LOOP_RESUMES") == "1"
 SAVE_AT = (1, 4)
 """Epoch and batch after which that task saves."""
 SAMPLES = BATCHES * BATCH * WORLD
-BLOCK = int(os.environ.get("OWN_LOOP_BLOCK", "0"))
-"""Steps that are timed together, while the other loops of the task wait; 0: nothing is timed."""
-
 if importlib.util.find_spec("habana_frameworks_stub") is not None:
-    sys.modules.setdefault("habana_frameworks", None)  # Accelerate imports it, and this repository's is a simulation
+    sys.modules["habana_frameworks"] = None  # Accelerate imports it, and this repository's is a simulation
 torch.set_num_threads(1)
 losses: list[torch.Tensor] = []
-blocks: list[float] = []
 results: dict[str, float] = {}
-_start = 0.0
 
 
 def _generator(seed):
@@ -86,7 +80,9 @@ def generator_net():
 
 def discriminator_net():
     """From such a point to the logit of being real."""
-    return nn.Sequential(nn.Linear(16, 384), nn.LeakyReLU(0.2), nn.Linear(384, 384), nn.LeakyReLU(0.2), nn.Linear(384, 1))
+    return nn.Sequential(
+        nn.Linear(16, 384), nn.LeakyReLU(0.2), nn.Linear(384, 384), nn.LeakyReLU(0.2), nn.Linear(384, 1)
+    )
 
 
 def points(samples=SAMPLES):
@@ -113,20 +109,13 @@ def vectors(samples=SAMPLES):
 
 
 def record(loss):
-    """Keep the loss of a step, and wait for this loop's turn after each block of steps."""
-    global _start
+    """Keep the loss of a step."""
     losses.append(loss.detach())
-    if BLOCK and len(losses) % BLOCK == 0:
-        if _start:
-            blocks.append(time.process_time() - _start)
-        print("turn", flush=True)
-        sys.stdin.readline()
-        _start = time.process_time()
 
 
 def finish(**found):
     """Write what this process has recorded; ``found`` are numbers of the whole run."""
     results.update({name: float(value) for name, value in found.items()})
     if "OWN_LOOP_OUT" in os.environ:
-        record = {"losses": [float(loss) for loss in losses], "blocks": blocks, "results": results}
+        record = {"losses": [float(loss) for loss in losses], "results": results}
         Path(os.environ["OWN_LOOP_OUT"] + f".{os.environ.get('RANK', '0')}.json").write_text(json.dumps(record))

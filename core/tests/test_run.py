@@ -153,7 +153,8 @@ def test_loader_that_setup_returns_hands_out_the_runs_batches(make):
 
 
 @pytest.mark.parametrize(
-    ("training", "gradients", "counted"), [(True, True, [False, True]), (False, True, [True] * 2), (True, False, [True] * 2)]
+    ("training", "gradients", "counted"),
+    [(True, True, [False, True]), (False, True, [True, True]), (True, False, [True, True])],
 )
 def test_second_loader_evaluates_while_no_model_can_train(make, training, gradients, counted):
     model, run = net(), make(accumulate_grad_batches=2)

@@ -2,8 +2,9 @@
 
 import tasks
 import torch
-import torchhal
 from torch.utils.data import DataLoader
+
+import torchhal
 
 run = torchhal.Run(accelerator="cpu")
 torch.manual_seed(0)

@@ -2,9 +2,10 @@
 
 import tasks
 import torch
-import torchhal
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+
+import torchhal
 
 run = torchhal.Run(accelerator="cpu")
 torch.manual_seed(0)

@@ -11,7 +11,8 @@ optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 loader = DataLoader(tasks.images(), tasks.BATCH)
 validation = DataLoader(tasks.images(50, seed=2), tasks.BATCH)
 device = torch.device("cpu")
-mean, deviation = torch.tensor([0.4, 0.45, 0.5], device=device), torch.tensor([1.0, 1.1, 1.2], device=device)
+mean = torch.tensor([0.4, 0.45, 0.5], device=device)
+deviation = torch.tensor([1.0, 1.1, 1.2], device=device)
 
 for epoch in range(tasks.EPOCHS):
     model.train()

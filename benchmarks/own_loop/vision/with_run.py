@@ -2,9 +2,10 @@
 
 import tasks
 import torch
-import torchhal
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+
+import torchhal
 
 run = torchhal.Run(accelerator="cpu")
 torch.manual_seed(0)
@@ -13,7 +14,8 @@ optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 loader = DataLoader(tasks.images(), tasks.BATCH)
 validation = DataLoader(tasks.images(50, seed=2), tasks.BATCH)
 model, optimizer, loader, validation = run.setup(model, optimizer, loader, validation)
-mean, deviation = torch.tensor([0.4, 0.45, 0.5], device=run.device), torch.tensor([1.0, 1.1, 1.2], device=run.device)
+mean = torch.tensor([0.4, 0.45, 0.5], device=run.device)
+deviation = torch.tensor([1.0, 1.1, 1.2], device=run.device)
 
 for epoch in range(tasks.EPOCHS):
     model.train()

@@ -100,8 +100,8 @@ def samples(name):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(1, WORDS, (SAMPLES, LENGTH), generator=generator)
     labels = tokens if generates(name) else torch.randint(0, 3, (SAMPLES,), generator=generator)
-    mask = torch.ones_like(tokens)
-    return [{"input_ids": t, "attention_mask": m, "labels": l} for t, m, l in zip(tokens, mask, labels, strict=True)]
+    columns = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+    return [{name: column[index] for name, column in columns.items()} for index in range(SAMPLES)]
 
 
 def optimizer_of(model):

@@ -22,7 +22,7 @@ from torchhal.trainer.loops._batch_hooks import without_graph
 
 
 def _plain_calls(strategy: Strategy) -> tuple[bool, bool]:
-    """Return whether ``strategy.backward`` calls ``loss.backward``, and its ``optimizer_step`` ``optimizer.step``, only.
+    """Return whether ``strategy.backward`` only calls ``loss.backward``, and its ``optimizer_step`` ``optimizer.step``.
 
     Then a loop calls these itself: between the computations of a step, each Python call takes microseconds.
     """
@@ -113,9 +113,13 @@ class Calls:
 
     def may_train(self) -> bool:
         """Return whether a model with trainable parameters is in training mode, and gradients are on."""
-        return self._trains and torch.is_grad_enabled() and any(
-            model.training and any(parameter.requires_grad for parameter in model.parameters())
-            for model in self._models
+        return (
+            self._trains
+            and torch.is_grad_enabled()
+            and any(
+                model.training and any(parameter.requires_grad for parameter in model.parameters())
+                for model in self._models
+            )
         )
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -224,7 +228,7 @@ class Calls:
             loss = loss / batches
         strategy = self._strategy
         if self._is_plain_backward:
-            loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+            loss.backward(*args, **kwargs)
         elif not self._automatic:
             strategy.manual_backward(loss, *args, **kwargs)
         else:

@@ -51,6 +51,6 @@ def refuse_call(module: Any, alias: str, *args: Any, **kwargs: Any) -> NoReturn:
     """
     raise ModelError(
         f"strategy {alias!r} runs the stages of {type(module).__name__} on several ranks, forward and backward "
-        "interleaved: train by run.forward_backward(function, batch), where function(batch) calls the model and returns "
-        "the loss"
+        "interleaved: train by run.forward_backward(function, batch), where function(batch) calls the model and "
+        "returns the loss"
     )

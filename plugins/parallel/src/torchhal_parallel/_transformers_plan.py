@@ -78,7 +78,7 @@ def _translated(pattern: str, style: Any, model: str) -> Any:
     if style not in _STYLES:
         raise ConfigurationError(
             f"the tp_plan of {model} gives {pattern!r} the style {style!r}, which has no equal among those of tensor "
-            f"parallelism (known: {', '.join(map(repr, _STYLES))}): give the strategy a plan of its own (plan=...) that "
-            "leaves the layer whole, or another strategy, such as zero3"
+            f"parallelism (known: {', '.join(map(repr, _STYLES))}): give the strategy a plan of its own (plan=...) "
+            "that leaves the layer whole, or take another strategy, such as zero3"
         )
     return _STYLES[style]()
