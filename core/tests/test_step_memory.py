@@ -1,4 +1,4 @@
-"""The memory of a training step: what a fake one finds against a simulated device's counts, and what it leaves alone."""
+"""The memory of a training step: what a fake one finds against a device's counts, and what it leaves alone."""
 
 from __future__ import annotations
 

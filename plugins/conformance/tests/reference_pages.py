@@ -86,7 +86,7 @@ PAGES = (
 
 
 def of_family(family: str) -> list[Check]:
-    return sorted((one for one in CHECKS.values() if one.id.startswith(family)), key=lambda one: one.id)
+    return sorted((one for one in CHECKS.values() if one.id.startswith(family)), key=lambda one: int(one.id[4:]))
 
 
 def checks(family: str) -> Iterator[str]:

@@ -36,7 +36,7 @@ PREFIXES: Final = {
 NEEDS: Final = ("device", "two devices", "posix", "table")
 """Requirements of a check on the machine; ``_component_under_test.missing`` returns the reason for a missing one."""
 
-_ID = re.compile(r"([A-Z]{3})-[0-9]{2}")
+_ID = re.compile(r"([A-Z]{3})-([0-9]{2}|[1-9][0-9]{2})")
 _PARTS = re.compile(r"^(Changed|Why|Fix):", re.MULTILINE)
 """Begins a section of a check's docstring; ``Changed`` is for those who change the kit, and shown to nobody else."""
 
@@ -127,7 +127,8 @@ def check(
         match = _ID.fullmatch(id)
         if match is None or match[1] not in PREFIXES or id in CHECKS:
             raise ConfigurationError(
-                f"a check's id must be new and one of {', '.join(PREFIXES)} with two digits (got {id!r})"
+                f"a check's id must be new and one of {', '.join(PREFIXES)} with two digits, or three from 100 on "
+                f"(got {id!r})"
             )
         if not made.needs <= set(NEEDS):
             raise ConfigurationError(f"check {id} must have needs of {NEEDS} (got {needs!r})")
@@ -177,12 +178,12 @@ def sort_checks() -> None:
     CHECKS.update((one.id, one) for one in ordered)
 
 
-def _key_of(one: Check) -> tuple[int, str]:
+def _key_of(one: Check) -> tuple[int, int]:
     return _sort_key(one.id)
 
 
-def _sort_key(id: str) -> tuple[int, str]:
-    return list(PREFIXES).index(id[:3]), id
+def _sort_key(id: str) -> tuple[int, int]:
+    return list(PREFIXES).index(id[:3]), int(id[4:])
 
 
 # -- what a check raises -------------------------------------------------------------------------------------
