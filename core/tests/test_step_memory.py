@@ -1,4 +1,4 @@
-"""The memory of a training step: what a fake one finds beside a simulated device's counts, and what it leaves alone."""
+"""The memory of a training step: what a fake one finds against a device's counts, and what it leaves alone."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torch import nn
 
 from torchhal import cli, rng
 from torchhal.accelerators import CPUAccelerator
+from torchhal.errors import FakeStepError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory, build_model, model_memory
 from torchhal.precision import Precision
-from torchhal.step_memory import FakeStepError, MemoryByPhase, Moment, PhaseMemory, StepMemory, phases_of, unknown_step
+from torchhal.step_memory import MemoryByPhase, Moment, PhaseMemory, StepMemory, phases_of, unknown_step
 from torchhal.strategies import DDPStrategy, SingleDeviceStrategy
 from torchhal.trainer._fake_step import FakeStep
 from torchhal.trainer._real_step import RealStep
@@ -190,6 +191,23 @@ def test_what_can_not_run_so_is_one_error_with_the_reason(kind: str, reason: str
     step = FakeStep(model, [model.configure_optimizers()], model.batch(4), device_type="cpu")
     with pytest.raises(FakeStepError, match=reason):
         step.measure()
+
+
+def test_a_device_type_that_torch_lacks_is_an_error_and_not_the_end_of_the_process() -> None:
+    with pytest.raises(FakeStepError, match="no device of type 'xpu' here"):
+        fake_step("Transformer", "xpu").measure()
+
+
+@pytest.mark.usefixtures("file")
+def test_explain_counts_the_precision(capfd: pytest.CaptureFixture[str]) -> None:
+    peaks = {}
+    for precision in ("32-true", "bf16-mixed", "bf16-true"):
+        command = [*COMMAND, "--strategy", "ddp", "--batch", "step_file:batch", "--precision", precision, "--json"]
+        assert cli.main(command) == 0
+        memory = json.loads(capfd.readouterr().out)["memory"]
+        assert memory["measured_by"] == "fake step"
+        peaks[precision] = memory["strategies"][0]["by_phase"]["forward"]["bytes"]
+    assert peaks["bf16-true"] < 0.6 * peaks["32-true"] and peaks["bf16-mixed"] != peaks["32-true"]
 
 
 def test_a_real_step_finds_the_same(sim: None) -> None:

@@ -14,6 +14,7 @@
     │   └── UnsupportedCombinationError  two parts that don't fit each other, both named
     ├── ModelError                       (TypeError) the user's module or data lacks something, or returned nonsense
     ├── AcceleratorUnavailableError      (RuntimeError) the hardware was requested by name and isn't there
+    ├── FakeStepError                    (RuntimeError) a training step that can't run without values
     ├── LaunchError                      (RuntimeError) the processes could not be started
     ├── DistributedError                 (RuntimeError) processes that should act together don't
     │   ├── RankFailedError              another rank failed first; carries its rank and traceback
@@ -46,6 +47,7 @@ __all__ = [
     "ComponentError",
     "ConfigurationError",
     "DistributedError",
+    "FakeStepError",
     "IncompatiblePluginError",
     "LaunchError",
     "ModelError",
@@ -136,6 +138,15 @@ class AcceleratorUnavailableError(TorchhalError, RuntimeError):
         super().__init__(message)
         self.alias = alias
         self.reason = reason
+
+
+class FakeStepError(TorchhalError, RuntimeError):
+    """A training step can't run on fake tensors, which have shapes and no values; the message has the reason.
+
+    Such as ``.item()``, boolean masks, parameters without a shape, or an optimizer that reads its tensors.
+
+    .. versionadded:: 0.2
+    """
 
 
 class LaunchError(TorchhalError, RuntimeError):

@@ -15,12 +15,10 @@ from typing import Any, Final, Literal, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from torchhal.errors import TorchhalError
 from torchhal.memory_estimate import MemoryEstimate, ModelMemory, bytes_of
 
 __all__ = [
     "MESSAGE_BYTES",
-    "FakeStepError",
     "MemoryByPhase",
     "Moment",
     "PhaseMemory",
@@ -38,15 +36,6 @@ Phase = Literal["forward", "backward", "optimizer"]
 
 MESSAGE_BYTES: Final = 64 << 20
 """The most bytes of weights sent as one message: many small ones are slow, one of the whole doubles memory."""
-
-
-class FakeStepError(TorchhalError):
-    """A training step can't run on fake tensors, which have shapes and no values; the message has the reason.
-
-    Such as ``.item()``, boolean masks, parameters without a shape, or an optimizer that reads its tensors.
-
-    .. versionadded:: 0.2
-    """
 
 
 class Moment(NamedTuple):
@@ -303,7 +292,10 @@ def setup_memory(model: ModelMemory) -> PhaseMemory:
 
 
 def share(part: int, whole: int) -> float:
-    """Return ``part`` of ``whole`` as a number from 0 to 1; 1 where there is nothing to share."""
+    """Return ``part`` of ``whole`` as a number from 0 to 1; 1 where there is nothing to share.
+
+    .. versionadded:: 0.2
+    """
     return part / whole if whole else 1.0
 
 
@@ -313,6 +305,9 @@ def joined(*notes: str) -> str:
 
 
 def largest_parameter(model: ModelMemory) -> tuple[int, str]:
-    """Return the bytes and the name of the model's largest parameter."""
+    """Return the bytes and the name of the model's largest parameter.
+
+    .. versionadded:: 0.2
+    """
     sizes = [(bytes_of(entry.parameter), entry.name) for entry in model.parameters]
     return max(sizes, default=(0, ""))

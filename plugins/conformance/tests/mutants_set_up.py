@@ -134,8 +134,8 @@ class CountsActivationsAlone(DDPStrategy):
     """Forgets in its phases what is there between steps."""
 
     def memory_by_phase(self, step, model, world_size):
-        found = super().memory_by_phase(step, model, world_size)
-        return found.plus(-model.estimate().total)
+        found = super().memory_by_phase(step, model, world_size).plus(-self.memory_per_rank(model, world_size).total)
+        return replace(found, setup=None, save=None)
 
 
 @caught_by("STR-100", says="leaves out the activations")

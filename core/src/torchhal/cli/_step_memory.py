@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torchhal._text_table import format_table
 from torchhal.cli._model_options import find_object
-from torchhal.errors import ConfigurationError
+from torchhal.errors import ConfigurationError, FakeStepError, TorchhalError
 
 if TYPE_CHECKING:
     from torchhal.memory_estimate import ModelMemory
@@ -82,11 +83,17 @@ class MeasuredSteps:
     """
 
     def __init__(self, memory: ModelMemory, batch: Any, plan: Plan, make: Callable[[], tuple[Any, Any]]) -> None:
+        import torch
+        from torch.utils._pytree import tree_leaves
+
+        from torchhal.memory_estimate import bytes_of
         from torchhal.trainer._fake_step import FakeStep
         from torchhal.trainer._real_step import RealStep
 
-        accelerator, precision = plan.accelerator.value, plan.precision.value
+        accelerator, precision = plan.accelerator.value, copy.deepcopy(plan.precision.value)
+        precision.setup(accelerator, plan.devices[0])
         self._memory = memory
+        self._batch_bytes = sum(bytes_of(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
         self._fake = FakeStep(
             memory.module, memory.optimizers, batch, device_type=accelerator.device_type, precision=precision
         )
@@ -106,8 +113,7 @@ class MeasuredSteps:
         return row
 
     def _step(self, strategy: Any, world_size: int) -> StepMemory:
-        from torchhal.errors import TorchhalError
-        from torchhal.step_memory import FakeStepError, unknown_step
+        from torchhal.step_memory import unknown_step
 
         try:
             return strategy.step_memory(self._fake, world_size)  # type: ignore[no-any-return]
@@ -116,9 +122,11 @@ class MeasuredSteps:
         try:
             found: StepMemory = strategy.step_memory(self._real, world_size)
         except TorchhalError as error:
-            return unknown_step(self._memory, f"{reason}; {error}")
+            reason = f"{reason}; {error}"
+            return unknown_step(self._memory, reason, batch=self._batch_bytes)
         except Exception as error:
-            return unknown_step(self._memory, f"{reason}; nor on the device ({type(error).__name__}: {error})"[:500])
+            reason = f"{reason}; nor on the device ({type(error).__name__}: {error})"[:500]
+            return unknown_step(self._memory, reason, batch=self._batch_bytes)
         return replace(found, note=f"{found.note}; {reason}")
 
 

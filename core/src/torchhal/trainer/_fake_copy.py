@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchhal.step_memory import FakeStepError
+from torchhal.errors import FakeStepError
 from torchhal.trainer.callbacks._meta_copy import HOOKS, ForwardCopy
 
 

@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils._pytree import tree_leaves
 
+from torchhal.errors import FakeStepError
 from torchhal.precision import Precision
 from torchhal.pytree import map_tensors, moves_itself
 from torchhal.rng import host_generators_restored
-from torchhal.step_memory import FakeStepError, StepMemory
+from torchhal.step_memory import StepMemory
 from torchhal.strategies._optimizer_trials import copy_optimizer, without_step_hooks
 from torchhal.trainer._fake_copy import FakeCopy, copy_function
 from torchhal.trainer._memory_counter import MemoryCounter
@@ -34,8 +35,8 @@ class FakeStep:
         module: with a ``training_step``, on any device, on the meta device too; converted to the precision.
         optimizers: over its parameters.
         batch: one rank's batch, as its loader gives it.
-        device_type: such as ``"cpu"``; the device need not be there.
-        precision: of the step.
+        device_type: such as ``"cpu"``; one that torch can use here, of which nothing is allocated.
+        precision: of the step, after its ``setup``.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class FakeStep:
         as_it_is = shape_of is None and prepare is None
         if as_it_is and foreach in self._measured:
             return self._measured[foreach]
+        _check_device_type(self.device_type)
         shapes = {}
         if shape_of is not None:
             for name, parameter in self.module.named_parameters():
@@ -158,6 +160,15 @@ class FakeStep:
         if isinstance(group.get("lr"), torch.Tensor) and not group.get("capturable"):
             return False
         return all(type(parameter) in (torch.Tensor, nn.Parameter) for parameter in group["params"])
+
+
+def _check_device_type(device_type: str) -> None:
+    """Raise FakeStepError for a device type that torch lacks here: autograd would end the process, without an error."""
+    try:
+        torch.empty(0, device=device_type)
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise FakeStepError(f"torch has no device of type {device_type!r} here ({reason})") from error
 
 
 def _make_state_fake(optimizer: Optimizer) -> None:

@@ -37,8 +37,8 @@ class _Storage:
 class MemoryCounter(TorchDispatchMode):
     """Counts each storage that operators return on a device, from its first tensor until its last one is freed.
 
-    ``torch.distributed._tools.MemTracker`` does so too, but it rounds for one type of device alone, it refuses modules
-    that are called twice in a step, and it has no timeline.
+    ``torch.distributed._tools.MemTracker`` does so too, but it rounds for one device type alone, refuses modules that
+    are called twice in a step, and has no timeline.
 
     Args:
         device_type: of the device.

@@ -13,11 +13,12 @@ from torch.optim import Optimizer
 
 from torchhal import rng
 from torchhal.accelerators import Accelerator
+from torchhal.errors import FakeStepError
 from torchhal.memory_estimate import ModelMemory
 from torchhal.precision import Precision
 from torchhal.pytree import move_module
 from torchhal.rng import host_generators_restored
-from torchhal.step_memory import FakeStepError, Moment, Phase, StepMemory
+from torchhal.step_memory import Moment, Phase, StepMemory
 from torchhal.trainer._step_loop import StepLoop
 
 
@@ -32,7 +33,7 @@ class RealStep:
         batch: one rank's batch, as its loader gives it.
         accelerator: of the device.
         device: on which the steps run.
-        precision: of the step.
+        precision: of the step, after its ``setup``.
     """
 
     def __init__(

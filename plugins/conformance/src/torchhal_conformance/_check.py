@@ -127,7 +127,8 @@ def check(
         match = _ID.fullmatch(id)
         if match is None or match[1] not in PREFIXES or id in CHECKS:
             raise ConfigurationError(
-                f"a check's id must be new and one of {', '.join(PREFIXES)} with two or three digits (got {id!r})"
+                f"a check's id must be new and one of {', '.join(PREFIXES)} with two digits, or three from 100 on "
+                f"(got {id!r})"
             )
         if not made.needs <= set(NEEDS):
             raise ConfigurationError(f"check {id} must have needs of {NEEDS} (got {needs!r})")

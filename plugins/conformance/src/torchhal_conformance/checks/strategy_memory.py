@@ -70,9 +70,8 @@ def memory_of_the_model(rank: RankContext) -> None:
 def memory_of_the_phases(rank: RankContext) -> None:
     """memory_by_phase() gives a MemoryByPhase, the same for the same arguments, on every rank and in every call.
 
-    No number is negative, and no phase that follows the backward needs less than memory_per_rank() says that a rank
-    holds between steps, unless a note names host memory. More activations take no fewer bytes. The model, its
-    optimizers and the step are left as they are.
+    No number is negative, and the peak is at least what memory_per_rank() says that a rank holds between steps, unless
+    a note names host memory. More activations take no fewer bytes. The model and its optimizers are left as they are.
 
     Why: a planner compares strategies by these numbers on one rank, and another rank would have chosen otherwise.
     Fix: compute them from the arguments and the options of the strategy alone, and add what a rank holds to each phase.
@@ -98,9 +97,9 @@ def memory_of_the_phases(rank: RankContext) -> None:
         require(phase.bytes >= 0, f"memory_by_phase() says {phase.bytes} bytes for the phase {name!r}")
     if "host memory" not in large.note:
         require(
-            large.peak >= held,
-            f"the peak of memory_by_phase() is {large.peak} bytes, and memory_per_rank() says that a rank holds {held} "
-            "between steps",
+            small.peak >= held,
+            f"the peak of memory_by_phase() is {small.peak} bytes without activations, and memory_per_rank() says that "
+            f"a rank holds {held} between steps",
         )
     for name, phase in small.phases.items():
         more = large.phases[name].bytes
