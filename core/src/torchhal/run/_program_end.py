@@ -5,20 +5,26 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torchhal.distributed import failures, process
 
-if TYPE_CHECKING:
-    from torchhal.run._run import Run
 
-_open_runs: list[Run] = []
+class OpenRun(Protocol):
+    """What ends a run, in order or with an error."""
+
+    def end(self) -> None: ...
+    def _end_at_exit(self) -> None: ...
+    def _close(self, error: BaseException) -> None: ...
+
+
+_open_runs: list[OpenRun] = []
 """Those that end with the program. Not weak: a function that set one up may have returned."""
 
 _exit_registered_in: int | None = None
 
 
-def end_with_program(run: Run) -> None:
+def end_with_program(run: OpenRun) -> None:
     """End ``run`` with the program, if nothing ends it before."""
     failures.install_excepthook()
     _open_runs.append(run)
@@ -30,7 +36,7 @@ def end_with_program(run: Run) -> None:
         atexit.register(_end_at_exit, os.getpid())
 
 
-def has_ended(run: Run) -> None:
+def has_ended(run: OpenRun) -> None:
     """Forget a run."""
     if run in _open_runs:
         _open_runs.remove(run)
