@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import opcode
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
 from typing import Any
 
 from torchhal.errors import ConfigurationError, ModelError
@@ -43,6 +46,8 @@ class TrainingBatches:
         """Whether an evaluation is under way, or was left by ``break``."""
         self._epoch_is_open = False
         self._was_left = False
+        self._was_thrown_out = False
+        """Whether an error or an exit, rather than ``break``, has left the epoch."""
         self._elsewhere = 0
         self._others: dict[int, TrainingData] = {}
         self._other_epochs: dict[int, int] = {}
@@ -113,6 +118,7 @@ class TrainingBatches:
                 reach_end_of_sampler(state, iterator)
         except GeneratorExit:  # a break, or an error on its way: nothing may communicate here
             self._was_left = True
+            self._was_thrown_out = _is_raising(sys._getframe(1))
             raise
         finally:
             close_iterator(iterator)
@@ -221,8 +227,8 @@ class TrainingBatches:
 
     @property
     def is_amid_epoch(self) -> bool:
-        """Whether an epoch of the main loader has begun and not come to its end, by ``break`` or an exit."""
-        return self._epoch_is_open
+        """Whether an epoch of the main loader has begun and not come to its end, nor to a ``break``."""
+        return self._epoch_is_open and (self._was_thrown_out or not self._was_left)
 
     def settle(self) -> None:
         """End the epoch that the loop has left by ``break``. Every rank must call."""
@@ -234,6 +240,16 @@ class TrainingBatches:
             )
 
     def _end_epoch(self) -> None:
-        self._was_left = self._epoch_is_open = False
+        self._was_left = self._was_thrown_out = self._epoch_is_open = False
         self._state.phases.end()
         self._state.progress.next_epoch()
+
+
+def _is_raising(frame: FrameType) -> bool:
+    """Return whether an exception leaves ``frame``, which has just dropped an iterator; a ``break`` may have, too.
+
+    Python shows an exception that nothing has caught yet nowhere, but the frame stands at the call or statement that
+    raised it. Through another iterator, such as a progress bar's, either looks like a break.
+    """
+    name = opcode.opname[frame.f_code.co_code[frame.f_lasti]]
+    return name.startswith(("CALL", "RAISE", "PRECALL"))

@@ -91,7 +91,8 @@ class Calls:
         owned = {"owns_backward", "owns_accumulation"}
         self._keeps_function = "owns_step" in self._features or owned <= self._features
         self._function_code: Any = None
-        self._is_plain_backward, self._is_plain_step = _plain_calls(self._strategy)
+        plain = _plain_calls(self._strategy) if self._alone else (False, False)
+        self._is_plain_backward, self._is_plain_step = plain
         self._steps = FunctionSteps(run.module)
         self._step_functions: dict[str, Callable[..., Any]] = {}
         self._routes = Routes()
@@ -192,7 +193,7 @@ class Calls:
             self._backwards += 1
             self._progress.has_gradients = True
             return without_graph(output)
-        loss = extract_loss(output, "the loop")
+        loss = extract_loss(output, "", "the function of forward_backward")
         if loss is None:
             raise ModelError("the function of forward_backward must return a loss, or a dict with 'loss' (got None)")
         self._is_fresh = True
@@ -271,7 +272,7 @@ class Calls:
 
     def _step(self, optimizer: Any, route: Route) -> Callable[..., Any]:
         takes_closure = needs_closure(optimizer) or "owns_closure" in self._features
-        plain = self._is_plain_step and self._alone and not self._scales
+        plain = self._is_plain_step and not self._scales
 
         def step(closure: Callable[[], Any] | None = None) -> Any:
             batches = self._batches

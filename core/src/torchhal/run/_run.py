@@ -277,8 +277,9 @@ class Run(RunRanks):
         context, self._context = self._context, None
         if context is None:
             return
-        has_ended(self)
-        if not context.__exit__(type(error), error, error.__traceback__):
+        try:
+            context.__exit__(type(error), error, error.__traceback__)
+        finally:
             self._after_end()
 
     def _after_end(self) -> None:

@@ -59,37 +59,36 @@ class WrappedOptimizer:
         return f"WrappedOptimizer({self.optimizer!r})"
 
 
-def extract_loss(output: Any, model: str) -> torch.Tensor | None:
+def extract_loss(output: Any, model: str, source: str | None = None) -> torch.Tensor | None:
     """Return the loss in what ``training_step`` returned; None where it returned none.
 
     Args:
         output: a tensor, a mapping with ``"loss"``, or None.
         model: name of the module's class, for the message.
+        source: what has returned it, if that is not the model's ``training_step``.
 
     Raises:
         ModelError: there is no loss in it, or one that is no single number or depends on no parameter.
     """
+    source = f"{model}.training_step" if source is None else source
     loss = output
     if isinstance(output, Mapping):
         if "loss" not in output:
             raise ModelError(
-                f"{model}.training_step must return a tensor, a dict with 'loss', or None (got a dict with "
+                f"{source} must return a tensor, a dict with 'loss', or None (got a dict with "
                 f"{', '.join(map(repr, output)) or 'nothing'})"
             )
         loss = output["loss"]
     if loss is None:
         return None
     if not isinstance(loss, torch.Tensor):
-        raise ModelError(f"{model}.training_step must return a tensor, a dict with 'loss', or None (got {output!r})")
+        raise ModelError(f"{source} must return a tensor, a dict with 'loss', or None (got {output!r})")
     if loss.numel() != 1:
         raise ModelError(
-            f"{model}.training_step must return one number to minimise (got a tensor of shape {tuple(loss.shape)}): "
-            "take its mean"
+            f"{source} must return one number to minimise (got a tensor of shape {tuple(loss.shape)}): take its mean"
         )
     if loss.grad_fn is None and not loss.requires_grad:
-        raise ModelError(
-            f"the loss that {model}.training_step returned depends on no trainable parameter: nothing requires grad"
-        )
+        raise ModelError(f"the loss that {source} returned depends on no trainable parameter: nothing requires grad")
     return loss
 
 
