@@ -1,8 +1,11 @@
 """A loop of a user's own, by torchhal.Run, in one process: numbers, positions, checkpoints, and what it refuses."""
 
 import copy
+import gc
 import inspect
 import pickle
+import signal
+import weakref
 
 import pytest
 import run_loops
@@ -122,7 +125,7 @@ def test_a_scheduler_steps_with_the_optimizer_and_not_within_an_accumulation(mak
         run.backward(nn.functional.mse_loss(model(inputs), targets))
         optimizer.step()
         optimizer.zero_grad()
-        taken.append((run.updates, run.global_step))
+        taken.append((run.is_optimizer_step, run.global_step))
     assert taken == [(False, 0), (True, 1), (False, 1), (True, 2), (True, 3)]
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.5
@@ -144,9 +147,9 @@ def test_loader_that_setup_returns_hands_out_the_runs_batches(make):
     model, run = net(), make(accumulate_grad_batches=2)
     given = DataLoader(data(20), batch_size=8)
     _, loader = run.setup(torch.optim.SGD(model.parameters(), lr=0.1), given, model=model)[:2]
-    assert [run.updates for _ in loader] == [False, True, True]
+    assert [run.is_optimizer_step for _ in loader] == [False, True, True]
     assert (len(loader), loader.dataset, run.current_epoch) == (3, given.dataset, 1)
-    assert [run.updates for _ in run.batches(loader)] == [False, True, True]
+    assert [run.is_optimizer_step for _ in run.batches(loader)] == [False, True, True]
     assert run.current_epoch == 2
     run.end()
     assert len(list(loader)) == 3
@@ -162,7 +165,7 @@ def test_second_loader_evaluates_while_no_model_can_train(make, training, gradie
     *_, second = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), *loaders)
     model.train(training)
     with torch.set_grad_enabled(gradients):
-        assert [run.updates for _ in second] == counted
+        assert [run.is_optimizer_step for _ in second] == counted
 
 
 def test_loader_of_inference_evaluates(make):
@@ -173,19 +176,22 @@ def test_loader_of_inference_evaluates(make):
 
 def test_a_model_in_a_run_keeps_its_signature_and_copies_are_models_of_their_own(make):
     model = net()
-    make().setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    make(precision="bf16-mixed").setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "forward" in vars(model)
     assert list(inspect.signature(model.forward).parameters) == ["x", "scale"]
     x = torch.randn(2, 8)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with torch.no_grad():
             other.head.bias += 1
-            assert torch.allclose(other(x), model(x) + 1)
+            assert torch.allclose(other(x), model(x) + 1, atol=0.05)
+            assert not torch.equal(other(x), model(x) + 1)  # a copy computes in its own dtype
 
 
 def test_hooks_on_a_model_run_once_per_call(make):
     model, calls = net(), []
     model.register_forward_hook(lambda *args: calls.append(1))
-    make().setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    make(precision="bf16-mixed").setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "forward" in vars(model)
     model(torch.randn(2, 8))
     assert calls == [1]
 
@@ -193,8 +199,9 @@ def test_hooks_on_a_model_run_once_per_call(make):
 def test_after_the_end_everything_is_as_before(make):
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = make()
+    run = make(precision="bf16-mixed")
     run.setup(model, optimizer)
+    assert "forward" in vars(model) and "step" in vars(optimizer)
     run.end()
     run.end()
     assert not {"forward", "training_step", "validation_step"} & set(vars(model))
@@ -214,6 +221,68 @@ def test_a_step_of_the_models_own_is_there_again_after_the_run(make):
     assert float(run.forward_backward(lambda batch: model(batch).sum() * 0, torch.randn(2, 8))) == 0
     run.end()
     assert model.training_step(torch.randn(2, 8), 0).item() != 0
+
+
+def test_a_scheduler_made_in_a_run_leaves_the_optimizer_to_itself_after_it(make):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = make()
+    run.setup(model, optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    run.end()
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+    assert run.global_step == 0
+
+
+def test_the_loader_that_setup_returns_keeps_nothing_else(tmp_path):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = torchhal.Run(accelerator="cpu", devices=1, default_root_dir=tmp_path)
+    *_, loader = run.setup(model, optimizer, DataLoader(data(), batch_size=8))
+    for inputs, _ in loader:
+        run.backward(model(inputs).sum())
+        optimizer.step()
+    run.end()
+    kept = weakref.ref(model)
+    del model, optimizer, run
+    gc.collect()
+    assert kept() is None
+    assert len(list(loader)) == 5
+
+
+def test_a_set_up_that_fails_leaves_the_objects_alone(make):
+    class Half:
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+        def step(self): ...
+
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigurationError, match="needs state_dict"):
+        make().setup(model, optimizer, Half(optimizer))
+    assert "step" not in vars(optimizer)
+
+
+def test_the_loader_of_an_earlier_run_is_the_main_one_of_the_next(make):
+    model, loader = net(), DataLoader(data(), batch_size=8)
+    for _ in range(2):  # as a notebook's cell that is run again
+        run = make()
+        model, _, loader = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+        for _ in loader:
+            pass
+        assert run.current_epoch == 1
+        run.end()
+
+
+def test_a_loader_that_is_made_for_each_epoch_is_the_main_one(make):
+    model = net()
+    run = make()
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for epoch in range(3):
+        assert run.current_epoch == epoch
+        assert len(list(run.batches(DataLoader(data(), batch_size=8)))) == 5
 
 
 # -- positions and checkpoints -----------------------------------------------------------------------------------------
@@ -336,6 +405,78 @@ def test_a_named_model_and_other_objects_are_in_the_checkpoint_by_their_names(ma
     assert "model.head.weight" in torch.load(path, weights_only=True)["state_dict"]
 
 
+@pytest.mark.parametrize("inside", ["another loader", "an evaluation"])
+def test_a_stop_waits_for_the_end_of_the_batch_in_hand(make, inside):
+    """Its checkpoint counts the batch as used, so the body has to come to its end."""
+    model, loader, other = net(), DataLoader(data(), batch_size=8), DataLoader(data(6), batch_size=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = make()
+    run.setup(model, optimizer, loader)
+    steps = 0
+    with pytest.raises(SystemExit) as exit:
+        for inputs, _ in run.batches(loader):
+            if steps == 1:
+                signal.raise_signal(signal.SIGTERM)
+            for _ in run.batches(other) if inside == "another loader" else run.evaluation_batches(other):
+                pass
+            run.backward(model(inputs).sum())
+            optimizer.step()
+            steps += 1
+    assert (exit.value.code, steps, run.global_step) == (143, 2, 2)
+
+
+def test_an_accumulation_that_break_leaves_is_no_part_of_the_next_epoch(make):
+    model = nn.Linear(1, 1)
+    optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.0), DataLoader(torch.ones(8, 1), batch_size=1)
+    run = make(accumulate_grad_batches=4)
+    run.setup(model, optimizer, loader)
+    gradients = []
+    for epoch in range(2):
+        for index, inputs in enumerate(run.batches(loader)):
+            optimizer.zero_grad()
+            run.backward(model(inputs).sum())
+            if run.is_optimizer_step:
+                gradients.append(model.weight.grad.item())
+            optimizer.step()
+            if epoch == 0 and index == 2:
+                break
+        if epoch == 0:
+            with pytest.warns(UserWarning, match="within an accumulation"):
+                run.save_checkpoint()
+    assert gradients == [1.0, 1.0]
+
+
+def test_an_accumulation_needs_batches_that_are_counted(make):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = make(accumulate_grad_batches=2)
+    run.setup(model, optimizer)
+    with pytest.raises(ConfigurationError, match=r"run\.accumulate"):
+        run.backward(model(torch.ones(2, 8)).sum())
+    taken = []
+    for _ in range(4):
+        with run.accumulate():
+            run.backward(model(torch.ones(2, 8)).sum())
+            optimizer.step()
+        taken.append(run.global_step)
+    assert taken == [0, 1, 1, 2]
+
+
+def test_two_optimizers_of_one_module_accumulate_on_no_resume(make, tmp_path):
+    """The samples of a step are kept by accumulation where one optimizer steps; two step when the loop says so."""
+    path = tmp_path / "saved.ckpt"
+    for batch_size in (8, 4):  # as two ranks would share it
+        model, loader = net(), DataLoader(data(), batch_size=4)
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.blocks, model.head)]
+        run = make()
+        run.setup(model, *optimizers, loader, ckpt_path=path if batch_size == 4 else None)
+        if batch_size == 8:
+            run._state.progress.step_size = 8
+            run.save_checkpoint(path)
+            run.end()
+    assert [run.is_optimizer_step for _ in run.batches(loader)] == [True] * 10
+
+
 # -- evaluation and values ---------------------------------------------------------------------------------------------
 
 
@@ -409,6 +550,19 @@ def test_a_folder_that_cannot_be_written_to_stops_no_loop(make, tmp_path):
         run.save_checkpoint()
 
 
+def test_an_evaluation_that_is_kept_does_not_stop_the_training(make):
+    model, loader = net(), DataLoader(data(), batch_size=8)
+    run = make()
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    kept = iter(run.evaluation_batches(loader))
+    next(kept)
+    with pytest.raises(ConfigurationError, match="under way"):
+        next(iter(run.evaluation_batches(loader)))
+    for batch in run.batches(loader):
+        run.forward_backward(lambda batch: model(batch[0]).mean(), batch)
+    assert kept is not None
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -419,6 +573,7 @@ def test_a_folder_that_cannot_be_written_to_stops_no_loop(make, tmp_path):
         (lambda: (net(), 3), "argument 2 is 3"),
         (lambda: (net(), torch.optim.SGD(net().parameters(), lr=0.1)), "parameter.s. of no model"),
         (lambda: [net()] * 2, "twice"),
+        (lambda: ((model := net()), [torch.optim.SGD(model.parameters(), lr=0.1)]), "one by one"),
     ],
 )
 def test_what_setup_cannot_use_is_refused(make, objects, says):
@@ -487,7 +642,8 @@ def test_several_optimizers_do_not_accumulate(make):
 
 def test_an_error_in_the_loop_gives_everything_back(make):
     model = net()
-    with pytest.raises(ZeroDivisionError), make() as run:
+    with pytest.raises(ZeroDivisionError), make(precision="bf16-mixed") as run:
         run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert "forward" in vars(model)
         _ = 1 / 0
     assert "forward" not in vars(model)

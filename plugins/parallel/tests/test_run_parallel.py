@@ -8,6 +8,9 @@ import pytest
 sys.path.append(str(Path(__file__).parents[3] / "core" / "tests"))
 
 import run_loops
+import torch
+
+import torchhal
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
@@ -44,6 +47,24 @@ def test_a_pipeline_refuses_a_model_that_is_called(world2):
     outcomes = world2.outcomes(_by_run, "regression", "pipeline", {"ranks_share_data": False})
     assert {each.error for each in outcomes} == {"ConfigurationError"}
     assert "forward_backward" in outcomes[0].message
+
+
+def test_an_optimizer_has_the_whole_parameters_again_after_a_divided_run(world2):
+    assert world2.run(_step_afterwards) == [True, True]
+
+
+def _step_afterwards():
+    model = run_loops.net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with torchhal.Run(accelerator="cpu", strategy="zero3", devices=2) as run:
+        run.setup(model, optimizer)
+        run.backward(model(torch.ones(2, 8)).sum())
+        optimizer.step()
+    before = model.head.weight.detach().clone()
+    optimizer.zero_grad()
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    return bool(optimizer.state_dict()["state"]) and not torch.equal(model.head.weight, before)
 
 
 def _by_run(name, strategy, options=None):

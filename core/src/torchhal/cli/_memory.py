@@ -85,7 +85,7 @@ def estimate(arguments: argparse.Namespace, request: Request, plan: Plan) -> dic
         "strategies": rows or list(_every(memory, plan, steps, limit)),
     }
     if steps is not None:
-        found |= {"batch": arguments.batch, "batch_bytes": steps.batch_bytes, "measured_by": steps.source}
+        found |= {"batch": arguments.batch, "batch_bytes": steps.batch_bytes}
     if limit is not None:
         found |= {"limit": limit, "margin": MARGIN}
     return found

@@ -99,14 +99,15 @@ class MeasuredSteps:
         )
         self._real = RealStep(make, memory, batch, accelerator=accelerator, device=plan.devices[0], precision=precision)
         self.batch_bytes = 0
-        self.source = ""
 
     def row(self, strategy: Any, world_size: int, limit: int | None) -> dict[str, Any]:
         """Return what is added to a strategy's row: ``by_phase``, and with a limit ``fits`` and ``missing``."""
         step = self._step(strategy, world_size)
-        self.batch_bytes, self.source = step.batch, step.source
+        self.batch_bytes = step.batch
         phases = strategy.memory_by_phase(step, self._memory, world_size)
-        row: dict[str, Any] = {"by_phase": phases.to_dict(), "activations": step.is_known}
+        row: dict[str, Any] = {
+            "by_phase": phases.to_dict(), "activations": step.is_known, "measured_by": step.source,
+        }  # fmt: skip
         if limit is not None:
             needed = round(phases.peak * (1 + MARGIN))
             row |= {"fits": needed <= limit if step.is_known else None, "missing": max(0, needed - limit)}

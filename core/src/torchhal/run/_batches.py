@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 from torchhal.errors import ConfigurationError, ModelError
+from torchhal.run._evaluation import Evaluation
 from torchhal.run._run_trainer import RunTrainer
 from torchhal.strategies import Strategy, overrides
 from torchhal.trainer._run_data import load_training_data, reach_end_of_sampler
@@ -32,7 +33,9 @@ class TrainingBatches:
 
     Attributes:
         in_batch: whether the loop has a batch.
-        updates: whether the batch in hand ends an accumulation.
+        ends_accumulation: whether the batch in hand ends an accumulation.
+        evaluation: the evaluation that is under way, or that the loop has left by ``break``; None without one.
+        in_evaluation: whether it is under way.
     """
 
     def __init__(self, trainer: RunTrainer, stop: Callable[[int], None]) -> None:
@@ -40,17 +43,19 @@ class TrainingBatches:
         self._state = trainer._run
         self._stop = stop
         self.in_batch = False
-        self.updates = True
+        self.ends_accumulation = True
         self._is_owned = bool({"owns_accumulation", "owns_step"} & set(self._state.strategy.features))
-        self.is_evaluated = False
-        """Whether an evaluation is under way, or was left by ``break``."""
+        self._was_given = self._state.sources.train is not None
+        self.evaluation: Evaluation | None = None
+        self.in_evaluation = False
+        self._no_sync: AbstractContextManager[Any] | None = None
         self._epoch_is_open = False
         self._was_left = False
         self._was_thrown_out = False
         """Whether an error or an exit, rather than ``break``, has left the epoch."""
-        self._elsewhere = 0
-        self._others: dict[int, TrainingData] = {}
-        self._other_epochs: dict[int, int] = {}
+        self._counted_elsewhere = 0
+        self._passes: dict[int, int] = {}
+        """How often each loader beside the main one was read, by its id, for the order of its samples."""
 
     # -- batches ---------------------------------------------------------------------------------------------------
 
@@ -66,11 +71,13 @@ class TrainingBatches:
                     "give setup the loader as well, so that its position is known"
                 )
             state.sources.train = loader
-        if state.sources.train is not loader:
+        if state.sources.train is not loader and (self._was_given or self.in_batch):
             yield from self._of_another(loader)
             return
-        self.settle()
-        load_training_data(state)
+        self.end_left_epoch()
+        again = state.sources.train is not loader  # a loop that makes one for each epoch
+        state.sources.train = loader
+        load_training_data(state, again=again)
         yield from self._of_main()
 
     def _of_main(self) -> Iterator[Any]:
@@ -81,6 +88,7 @@ class TrainingBatches:
         if not progress.batches_done:
             data.reset_epoch()
         self._epoch_is_open = True
+        self._no_sync = strategy.no_backward_sync() if self.accumulate > 1 else None
         state.phases.start_epoch()
         transfer = batch_transfer(strategy, None, None)
         before, after = (
@@ -111,14 +119,14 @@ class TrainingBatches:
                 if after is not None:
                     after(None, batch, index)
                 del batch
-                if self.is_evaluated:
+                if self.evaluation is not None:
                     self.end_evaluation()
                 self.boundary()
             if length is not None and length == data.loader_length:
                 reach_end_of_sampler(state, iterator)
         except GeneratorExit:  # a break, or an error on its way: nothing may communicate here
             self._was_left = True
-            self._was_thrown_out = _is_raising(sys._getframe(1))
+            self._was_thrown_out = _is_left_by_error()
             raise
         finally:
             close_iterator(iterator)
@@ -129,17 +137,12 @@ class TrainingBatches:
     def _of_another(self, loader: Any) -> Iterator[Any]:
         """Yield an epoch of a loader beside the main one, from its beginning."""
         state, strategy = self._state, self._state.strategy
-        if id(loader) not in self._others:
-            if state.ckpt_path is not None and state.progress.batches_done:
-                state.warn_once(
-                    f"{state.ckpt_path!r} has the position in the first loader alone: the others begin anew"
-                )
-            self._others[id(loader)] = TrainingData(loader, state)
-        data = self._others[id(loader)]
-        number = self._other_epochs.get(id(loader), 0)
-        self._other_epochs[id(loader)] = number + 1
+        if state.ckpt_path is not None and state.progress.batches_done and not self.in_batch:
+            state.warn_once(f"{state.ckpt_path!r} has the position in the first loader alone: the others begin anew")
+        number = self._passes.get(id(loader), 0)
+        self._passes[id(loader)] = number + 1
         transfer = batch_transfer(strategy, None, None)
-        data.reset_epoch()
+        data = TrainingData(loader, state)
         iterator = data.epoch(number)
         nested = self.in_batch
         try:
@@ -161,12 +164,7 @@ class TrainingBatches:
                     break
         finally:
             close_iterator(iterator)
-
-    def close(self) -> None:
-        """End what the loaders beside the main one keep."""
-        for data in self._others.values():
             data.close()
-        self._others.clear()
 
     # -- accumulation ----------------------------------------------------------------------------------------------
 
@@ -174,14 +172,14 @@ class TrainingBatches:
         """Let one batch be the one in hand; return the context that pauses the averaging in it, entered, or None."""
         every = self.accumulate
         self.in_batch = True
-        self.updates = every == 1 or last or (index + 1) % every == 0
-        paused = None if self.updates else self._state.strategy.no_backward_sync()
+        self.ends_accumulation = every == 1 or last or (index + 1) % every == 0
+        paused = None if self.ends_accumulation else self._no_sync
         if paused is not None:
             paused.__enter__()
         return paused
 
     def _end(self, paused: AbstractContextManager[Any] | None) -> None:
-        self.in_batch, self.updates = False, True
+        self.in_batch, self.ends_accumulation = False, True
         if paused is not None:
             paused.__exit__(None, None, None)
 
@@ -190,14 +188,16 @@ class TrainingBatches:
         """Batches of an optimizer step, as far as the loop counts them."""
         return 1 if self._is_owned else self._state.progress.accumulate
 
-    def elsewhere(self) -> AbstractContextManager[None]:
+    def from_elsewhere(self) -> AbstractContextManager[None]:
         """Return the context of a batch that comes from elsewhere; inside of one of these batches it does nothing."""
         return nullcontext() if self.in_batch else self._from_elsewhere()
 
     @contextmanager
     def _from_elsewhere(self) -> Iterator[None]:
-        index, self._elsewhere = self._elsewhere, self._elsewhere + 1
+        index, self._counted_elsewhere = self._counted_elsewhere, self._counted_elsewhere + 1
         self._state.progress.total_batches += 1
+        if self._no_sync is None and self.accumulate > 1:
+            self._no_sync = self._state.strategy.no_backward_sync()
         paused = self._begin(index, last=False)
         try:
             yield
@@ -208,16 +208,30 @@ class TrainingBatches:
     # -- boundaries ------------------------------------------------------------------------------------------------
 
     def boundary(self) -> None:
-        """Stop here if a signal asks for it and all ranks agree on this place."""
+        """Stop here if a signal asks for it and all ranks agree on this place.
+
+        Not while the loop has a batch: the checkpoint that a stop saves counts it as used.
+        """
+        if self.in_batch:
+            return
         watch = self._state.strategy.watch
         watch.steps_done += 1
         if watch.stop_requested and (signum := watch.agree_on_stop_step()) is not None and signum > 0:
             self._stop(signum)
 
+    def begin_evaluation(self, evaluation: Evaluation) -> None:
+        """Begin an evaluation; one that the loop has left ends. Every rank must call."""
+        if self.in_evaluation:
+            raise ConfigurationError("evaluation_batches is under way: end the loop over them before another begins")
+        self.end_evaluation()
+        self.evaluation, self.in_evaluation = evaluation, True
+        self._state.phases.start_evaluation("validate")
+
     def end_evaluation(self) -> None:
         """End an evaluation for the strategy, also one that the loop has left by ``break``. Every rank must call."""
-        if self.is_evaluated:
-            self.is_evaluated = False
+        if self.evaluation is not None:
+            evaluation, self.evaluation, self.in_evaluation = self.evaluation, None, False
+            evaluation.leave()
             self._state.phases.end()
 
     @property
@@ -230,7 +244,7 @@ class TrainingBatches:
         """Whether an epoch of the main loader has begun and not come to its end, nor to a ``break``."""
         return self._epoch_is_open and (self._was_thrown_out or not self._was_left)
 
-    def settle(self) -> None:
+    def end_left_epoch(self) -> None:
         """End the epoch that the loop has left by ``break``. Every rank must call."""
         if self._was_left:
             self._end_epoch()
@@ -240,16 +254,29 @@ class TrainingBatches:
             )
 
     def _end_epoch(self) -> None:
+        progress = self._state.progress
+        if self.accumulate > 1 and progress.has_gradients:
+            progress.has_gradients = False  # the next zero_grad() clears them
+            self._state.warn_once(
+                f"an epoch has ended within an accumulation of {self.accumulate} batches, and its last gradients are "
+                "left out: a loader with a length ends its last accumulation itself, unless the loop leaves it by break"
+            )
         self._was_left = self._was_thrown_out = self._epoch_is_open = False
         self._state.phases.end()
         self._state.progress.next_epoch()
 
 
-def _is_raising(frame: FrameType) -> bool:
-    """Return whether an exception leaves ``frame``, which has just dropped an iterator; a ``break`` may have, too.
+_OF_BREAK = frozenset({"POP_TOP", "END_FOR", "POP_ITER", "JUMP_FORWARD", "YIELD_VALUE", "RESUME", "SEND"})
+"""Instructions at which a loop stands that drops its iterator by break or return, or is a generator that is closed."""
 
-    Python shows an exception that nothing has caught yet nowhere, but the frame stands at the call or statement that
-    raised it. Through another iterator, such as a progress bar's, either looks like a break.
+
+def _is_left_by_error() -> bool:
+    """Return whether an error or an exit, rather than ``break``, closes the generator that calls this.
+
+    Python shows an exception that nothing has caught yet nowhere; but the loop stands at the instruction that raised.
+    Through a generator of another library, such as a progress bar's, either looks like a break.
     """
-    name = opcode.opname[frame.f_code.co_code[frame.f_lasti]]
-    return name.startswith(("CALL", "RAISE", "PRECALL"))
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("torchhal."):
+        frame = frame.f_back
+    return frame is not None and opcode.opname[frame.f_code.co_code[frame.f_lasti]] not in _OF_BREAK

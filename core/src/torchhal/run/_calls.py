@@ -61,9 +61,6 @@ class Calls:
         trainer: whose run is set up.
         found: the user's objects.
         batches: which batch is in hand.
-
-    Attributes:
-        evaluating: whether the loop is in an evaluation's batches.
     """
 
     def __init__(self, trainer: RunTrainer, found: SetupObjects, batches: TrainingBatches) -> None:
@@ -78,7 +75,6 @@ class Calls:
         self._trains = bool(found.optimizers)
         self._refusal = self._strategy.call_refusal()
         self._scales = "scales_loss" in self._strategy.precision.features
-        self.evaluating = False
         self._depth = 0
         """Number of models that are being called, one inside of another."""
         self._is_fresh = False
@@ -88,6 +84,7 @@ class Calls:
         """The number of backward passes at the last step of each optimizer."""
         self._skipped: set[int] = set()
         """The optimizers whose last step the precision has skipped."""
+        self._owns = {"owns_step", "owns_backward"} & self._features
         owned = {"owns_backward", "owns_accumulation"}
         self._keeps_function = "owns_step" in self._features or owned <= self._features
         self._function_code: Any = None
@@ -97,6 +94,14 @@ class Calls:
         self._step_functions: dict[str, Callable[..., Any]] = {}
         self._routes = Routes()
         self._models = [run.module if not name else run.module.get_submodule(name) for name in found.models]
+        self._has_one_optimizer = len(found.optimizers) == 1
+        try:
+            self._add_routes(found)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _add_routes(self, found: SetupObjects) -> None:
         for now in self._models:
             if not self._is_plain_forward(now.forward):
                 self._routes.add(now, "forward", partial(self._forward, now))
@@ -110,7 +115,6 @@ class Calls:
     def remove(self) -> None:
         """Give the user's objects their own methods back."""
         self._routes.remove()
-        self._steps.remove()
 
     def may_train(self) -> bool:
         """Return whether a model with trainable parameters is in training mode, and gradients are on."""
@@ -140,12 +144,14 @@ class Calls:
                 return inner(*args, **kwargs)
             self._depth += 1
             try:
-                if not self._trains or self.evaluating or not torch.is_grad_enabled():
+                if not self._trains or self._batches.in_evaluation or not torch.is_grad_enabled():
                     return evaluate(*args, **kwargs)
                 if not any(parameter.requires_grad for parameter in parameters):  # a teacher
                     return evaluate(*args, **kwargs)
                 if self._refusal:
                     raise ConfigurationError(self._refusal)
+                if self._batches.evaluation is not None:
+                    self._batches.end_evaluation()
                 self._is_fresh = True
                 return train(*args, **kwargs)
             finally:
@@ -161,33 +167,33 @@ class Calls:
             batch: its argument.
             backward: run that backward, too, or let the strategy do it.
         """
-        training = self._trains and not self.evaluating and torch.is_grad_enabled()
+        training = self._trains and not self._batches.in_evaluation and torch.is_grad_enabled()
         if backward and not training:
             raise ConfigurationError(
                 "forward_backward trains: call it with gradients, outside of evaluation_batches, and after a setup "
                 "with an optimizer"
             )
-        owns = {"owns_step", "owns_backward"} & self._features
+        owns = self._owns
         if training and owns and not backward:
             raise ConfigurationError(self._refusal)
         name = "training_step" if training else "validation_step"
         if training and self._keeps_function:
             self._check_same(function)
-        if name not in self._step_functions:
-            self._step_functions[name] = self._strategy.step_function(name)
-        self._steps.function = function
+        if training and self._batches.evaluation is not None:
+            self._batches.end_evaluation()
         if training and "owns_backward" in owns and not self._progress.has_gradients:
             for optimizer in self._strategy.optimizers:
                 optimizer.zero_grad()
         self._depth += 1
         try:
-            with self._routes.without_models():
+            with self._routes.without_models(), self._steps.running(function):
+                if name not in self._step_functions:
+                    self._step_functions[name] = self._strategy.step_function(name)
                 output = self._step_functions[name](batch, 0)
         finally:
             self._depth -= 1
-            self._steps.function = None
         if not backward:
-            self._is_fresh = training
+            self._is_fresh |= training
             return output
         if owns:
             self._backwards += 1
@@ -223,10 +229,15 @@ class Calls:
             )
         if not self._trains:
             raise ConfigurationError("setup got no optimizer, so the model is set up for inference: give it one")
-        if self._refusal and {"owns_step", "owns_backward"} & self._features:
+        if self._owns:
             raise ConfigurationError(self._refusal)
-        if (batches := self._batches.accumulate) > 1:
-            loss = loss / batches
+        if (every := self._batches.accumulate) > 1:
+            if not self._batches.in_batch:
+                raise ConfigurationError(
+                    f"accumulate_grad_batches={every} counts batches of run.batches(loader): put the steps of a batch "
+                    "that comes from elsewhere into 'with run.accumulate():'"
+                )
+            loss = loss / every
         strategy = self._strategy
         if self._is_plain_backward:
             loss.backward(*args, **kwargs)
@@ -234,7 +245,7 @@ class Calls:
             strategy.manual_backward(loss, *args, **kwargs)
         else:
             strategy.backward(loss, *args, **kwargs)
-            if not self._is_fresh and not self._alone and self._batches.updates:
+            if not self._is_fresh and not self._alone and self._batches.ends_accumulation:
                 strategy.sync_gradients()  # a second backward, which no wrapper waits for
         self._is_fresh = False
         self._backwards += 1
@@ -242,7 +253,7 @@ class Calls:
 
     def clip_gradients(self, optimizer: Any, max_norm: float, algorithm: str) -> torch.Tensor | None:
         """Clip where the batch ends an accumulation; see :meth:`.Strategy.clip_gradients`."""
-        if self._batches.in_batch and not self._batches.updates:
+        if self._batches.in_batch and not self._batches.ends_accumulation:
             return None
         if "owns_clipping" in self._features:
             strategy = self._strategy
@@ -277,9 +288,9 @@ class Calls:
         def step(closure: Callable[[], Any] | None = None) -> Any:
             batches = self._batches
             evaluate = None if closure is None else _Closure(closure)
-            if evaluate is not None and (not takes_closure or not batches.updates):
+            if evaluate is not None and (not takes_closure or not batches.ends_accumulation):
                 evaluate()
-            if batches.in_batch and not batches.updates:
+            if batches.in_batch and not batches.ends_accumulation:
                 return None if evaluate is None else evaluate.value
             if "owns_step" in self._features:
                 result = StepResult.UPDATED
@@ -298,7 +309,7 @@ class Calls:
                 self._skipped.add(id(optimizer))
             elif self._skipped:
                 self._skipped.discard(id(optimizer))
-            if not batches.in_batch:
+            if self._has_one_optimizer:  # else a stop could come between the steps of one batch
                 batches.boundary()
             return None if evaluate is None else evaluate.value
 
@@ -320,12 +331,15 @@ class Calls:
 
         def step(*args: Any, **kwargs: Any) -> Any:
             batches = self._batches
-            if "owns_schedulers" in self._features or (batches.in_batch and not batches.updates):
+            if "owns_schedulers" in self._features or (batches.in_batch and not batches.ends_accumulation):
                 return None
             if batches.in_batch and id(scheduler.optimizer) in self._skipped:
                 return None
-            if reduces and args:  # or the ranks would go on with different learning rates
-                args = (self._strategy.reduce(float(args[0]), "mean"), *args[1:])
+            if reduces:  # or the ranks would go on with different learning rates
+                if args:
+                    args = (self._strategy.reduce(float(args[0]), "mean"), *args[1:])
+                elif "metrics" in kwargs:
+                    kwargs["metrics"] = self._strategy.reduce(float(kwargs["metrics"]), "mean")
             return route.inner(*args, **kwargs)
 
         return step

@@ -16,7 +16,8 @@ from torchhal.trainer.data._iterators import close_iterator
 from torchhal.trainer.data._loaders import check_loader, last_batch
 from torchhal.trainer.run import Run as RunState
 
-_ROUND_ENDS = "torchhal: end of round"
+_ROUND_ENDS, _LEFT = "torchhal: end of round", "torchhal: left"
+"""What ranks say, in place of a value, when they have done with a round, or with the evaluation by ``break``."""
 
 
 class Evaluation:
@@ -28,7 +29,7 @@ class Evaluation:
     Args:
         state: of the run, set up.
         loader: the user's.
-        boundary: called between two rounds that all ranks have; raises where the run stops.
+        boundary: called between two rounds; raises where the run stops.
     """
 
     def __init__(self, state: RunState, loader: Any, boundary: Callable[[], None]) -> None:
@@ -40,6 +41,8 @@ class Evaluation:
         """The ranks that have a batch in this round, where some have none; else None."""
         self._round = ExitStack()
         """What is left when this rank has done the forward of its batch."""
+        self._owes_end = False
+        """Whether this rank has left the loop in a round in which others have no batch, and wait for it."""
         self._data = EvaluationData.build(loader, state, 1.0, "limit", "loader")
 
     def batches(self) -> Iterator[Any]:
@@ -72,10 +75,13 @@ class Evaluation:
                         self._round.enter_context(strategy.evaluation_step_of(ranks))
                     if mine:
                         yield batch if transfer is None else transfer(batch, 0)
-                if self.ranks is not None:
-                    self._end_round()
+                if self.ranks is not None and self._end_round():
+                    return
                 self.ranks = None
                 self._boundary()
+        except GeneratorExit:
+            self._owes_end = self.ranks is not None
+            raise
         finally:
             self.ranks = None
             close_iterator(iterator)
@@ -83,10 +89,18 @@ class Evaluation:
 
     # -- rounds in which some ranks have no batch ------------------------------------------------------------------
 
-    def _end_round(self) -> None:
-        """Take part in what other ranks gather, until all have come here."""
-        while not all(value == _ROUND_ENDS for value in self._exchange(_ROUND_ENDS)):
-            pass
+    def _end_round(self) -> bool:
+        """Take part in what other ranks gather, until all have come here; return whether some have left the loop."""
+        while True:
+            told = self._exchange(_ROUND_ENDS)
+            if all(isinstance(value, str) for value in told):
+                return _LEFT in told
+
+    def leave(self) -> None:
+        """Tell the ranks that wait for this one in a round that it has left the loop. Once, before all else."""
+        if self._owes_end:
+            self._owes_end = False
+            self._exchange(_LEFT)
 
     def _exchange(self, value: Any) -> list[Any]:
         return self._strategy.all_gather_object(value)
@@ -99,4 +113,4 @@ class Evaluation:
         sent = map_tensors(value, lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
         found = self._exchange((move_to_device(sent, host),))
         device = self._strategy.root_device
-        return [move_to_device(each[0], device) for each in found if each != _ROUND_ENDS]
+        return [move_to_device(each[0], device) for each in found if isinstance(each, tuple)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,14 @@ from torchhal.errors import ModelError
 from torchhal.trainer.run import Run as RunState
 
 
-def log_metrics(state: RunState, metrics: Mapping[str, Any], *, step: int | None, always: bool) -> None:
+def log_metrics(
+    state: RunState,
+    metrics: Mapping[str, Any],
+    *,
+    step: int | None,
+    always: bool,
+    gather: Callable[[Any], list[Any]] | None = None,
+) -> None:
     """Send ``metrics`` to the loggers, if it is their turn. Every rank must call.
 
     Args:
@@ -19,6 +26,7 @@ def log_metrics(state: RunState, metrics: Mapping[str, Any], *, step: int | None
         metrics: numbers and tensors of one element, by name.
         step: None for the run's optimizer step.
         always: False for values of a batch, of which every ``log_every_n_steps``-th is sent.
+        gather: returns a value of the ranks that take part; None: all do.
 
     Raises:
         ModelError: a value is no number.
@@ -34,7 +42,9 @@ def log_metrics(state: RunState, metrics: Mapping[str, Any], *, step: int | None
         _keep(state, {name: float(value) for name, value in metrics.items()})
         return
     mine = {name: float(value) for name, value in metrics.items()} if state.strategy.is_data_leader else {}
-    everybody = [mine] if state.world_size == 1 else state.strategy.all_gather_object(mine)
+    if gather is None:
+        gather = state.strategy.all_gather_object if state.world_size > 1 else lambda value: [value]
+    everybody = gather(mine)
     names = dict.fromkeys(name for each in everybody for name in each)
     means = {}
     for name in names:

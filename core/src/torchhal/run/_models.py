@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from torch import nn
-
-from torchhal.errors import ConfigurationError
 
 STEP_NAMES = ("training_step", "validation_step")
 """The steps by which a strategy runs a function of the user's."""
@@ -40,29 +39,37 @@ class Models(nn.Module):
 
 
 class FunctionSteps:
-    """The steps of a module while a loop of the user's own runs: each is the function that was given last.
+    """The steps of a module while a strategy runs a function of the user's: each is that function.
 
     Args:
-        module: has ``training_step`` and ``validation_step`` until :meth:`remove`, in the place of its own.
+        module: has ``training_step`` and ``validation_step`` inside of :meth:`running`, in the place of its own.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._own = {name: vars(module)[name] for name in STEP_NAMES if name in vars(module)}
-        self.function: Callable[[Any], Any] | None = None
-        for name in STEP_NAMES:
-            vars(module)[name] = partial(self._step, getattr(module, name, None))
+        self._own = {name: getattr(module, name, None) for name in STEP_NAMES}
+        self._function: Callable[[Any], Any] | None = None
 
-    def _step(self, own: Callable[..., Any] | None, batch: Any, *rest: Any) -> Any:
-        if self.function is not None:
-            return self.function(batch)
-        if own is None:
-            raise ConfigurationError("no function is given: call run.forward_backward(function, batch)")
-        return own(batch, *rest)
+    def _step(self, name: str, batch: Any, *rest: Any) -> Any:
+        function, self._function = self._function, None
+        if function is None:  # which calls the module's own
+            return self._own[name](batch, *rest)  # type: ignore[misc]
+        try:
+            return function(batch)
+        finally:
+            self._function = function
 
-    def remove(self) -> None:
-        """Give the module its own steps back."""
-        for name in STEP_NAMES:
-            vars(self._module).pop(name, None)
-        vars(self._module).update(self._own)
-        self.function = None
+    @contextmanager
+    def running(self, function: Callable[[Any], Any]) -> Iterator[None]:
+        """Return a context in which the module's steps are ``function``, of the batch alone."""
+        attributes = vars(self._module)
+        own = {name: attributes[name] for name in STEP_NAMES if name in attributes}
+        self._function = function
+        attributes.update({name: partial(self._step, name) for name in STEP_NAMES})
+        try:
+            yield
+        finally:
+            self._function = None
+            for name in STEP_NAMES:
+                attributes.pop(name, None)
+            attributes.update(own)

@@ -22,7 +22,32 @@ class RunRanks(ABC):
     _state: RunState
     _strategy: Strategy
     _batches: TrainingBatches | None
-    _evaluation: Evaluation | None
+
+    def _partial_round(self) -> Evaluation | None:
+        """Return the evaluation that is in a round in which some ranks have no batch; else None."""
+        batches = self._batches
+        if batches is None or not batches.in_evaluation or batches.evaluation is None:
+            return None
+        return None if batches.evaluation.ranks is None else batches.evaluation
+
+    def _all_ranks(self, name: str) -> TrainingBatches:
+        """Return the batches of a run that is set up, for what all ranks have to take part in.
+
+        Args:
+            name: of the method.
+
+        Raises:
+            ConfigurationError: some ranks have no batch, and wait for what the others gather.
+        """
+        _, batches = self._ready()
+        if self._partial_round() is not None:
+            raise ConfigurationError(
+                f"{name} in the last round of evaluation_batches, in which some ranks have no batch: gather or log "
+                f"there, and call {name} behind the loop"
+            )
+        if not batches.in_evaluation:
+            batches.end_evaluation()
+        return batches
 
     @abstractmethod
     def _ready(self) -> tuple[Calls, TrainingBatches]:
@@ -67,11 +92,14 @@ class RunRanks(ABC):
             value: a tensor of any length, a number, or a nest of these. Tensors without a dimension and numbers become
                 a 1-d tensor, and lists one list.
         """
-        self._ready()
+        _, batches = self._ready()
         leaders = self._state.results.leaders
-        if self._evaluation is not None and (ranks := self._evaluation.ranks) is not None:
-            found = self._evaluation.gather(value)
+        if (evaluation := self._partial_round()) is not None:
+            ranks = evaluation.ranks or []
+            found = evaluation.gather(value)
             return concatenate([each for rank, each in zip(ranks, found, strict=True) if leaders[rank]])
+        if not batches.in_evaluation:
+            batches.end_evaluation()
         return gather_values(value, self._strategy, leaders)
 
     def reduce(self, value: Any, op: str = "mean") -> Any:
@@ -81,12 +109,7 @@ class RunRanks(ABC):
             value: a tensor, a number, or a nest of them.
             op: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or ``"product"``.
         """
-        self._ready()
-        if self._evaluation is not None and self._evaluation.ranks is not None:
-            raise ConfigurationError(
-                "reduce in the last round of evaluation_batches, in which some ranks have no batch: gather there, or "
-                "reduce behind the loop"
-            )
+        self._all_ranks("reduce")
         return self._strategy.reduce(value, op)
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
@@ -96,7 +119,7 @@ class RunRanks(ABC):
             value: any picklable object.
             src: the rank that sends.
         """
-        self._ready()
+        self._all_ranks("broadcast")
         return self._strategy.broadcast(value, src)
 
     def barrier(self, name: str = "") -> None:
@@ -105,5 +128,5 @@ class RunRanks(ABC):
         Args:
             name: its name in the error after a timeout.
         """
-        self._ready()
+        self._all_ranks("barrier")
         self._strategy.barrier(name)

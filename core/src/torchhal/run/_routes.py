@@ -62,13 +62,18 @@ class Route:
         """Replace the method."""
         vars(self.owner)[self.name] = self
 
-    def remove(self) -> None:
-        """Give the object its method back, unless it has been replaced by another since."""
+    def hide(self) -> None:
+        """Give the object its method back until :meth:`install`, unless it has been replaced by another since."""
         if vars(self.owner).get(self.name) is self:
             if self._before is _MISSING:
                 del vars(self.owner)[self.name]
             else:
                 vars(self.owner)[self.name] = self._before
+
+    def remove(self) -> None:
+        """Give the object its method back; what has been put around this one calls that method from now on."""
+        self.hide()
+        self.call = self.inner
 
 
 def _same(method: Any) -> Any:
@@ -96,7 +101,7 @@ class Routes:
             if isinstance(route.owner, nn.Module) and vars(route.owner).get(route.name) is route
         ]
         for route in there:
-            route.remove()
+            route.hide()
         try:
             yield
         finally:

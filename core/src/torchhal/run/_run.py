@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -26,8 +25,10 @@ from torchhal.run._program_end import end_open_runs, end_with_program, has_ended
 from torchhal.run._ranks import RunRanks
 from torchhal.run._run_trainer import RunTrainer
 from torchhal.run._setup_objects import sort_objects
+from torchhal.trainer._run_data import load_training_data
 from torchhal.trainer._run_lifecycle import executing
 from torchhal.trainer._run_record import gather_peak_memory
+from torchhal.trainer.data._sharing import prepare_loader
 from torchhal.trainer.logging._standard_streams import lossy_streams
 from torchhal.trainer.loops import StopOnSignal
 
@@ -125,7 +126,6 @@ class Run(RunRanks):
         self._was_set_up = False
         self._calls: Calls | None = None
         self._batches: TrainingBatches | None = None
-        self._evaluation: Evaluation | None = None
 
     # -- life cycle ------------------------------------------------------------------------------------------------
 
@@ -180,6 +180,8 @@ class Run(RunRanks):
         self._check_not_set_up()
         path = arguments.check_ckpt_path(ckpt_path)
         end_open_runs()
+        objects = tuple(map(given_loader, objects))
+        named = {name: given_loader(value) for name, value in named.items()}
         found = sort_objects(objects, named)
         trainer, state = self._trainer, self._state
         trainer.take(found)
@@ -195,9 +197,9 @@ class Run(RunRanks):
             stack.enter_context(lossy_streams())
             stack.enter_context(executing(state, trainer.fit_loop, fn, path))
             with at_once():
+                stack.push(self._release)
                 self._batches = TrainingBatches(trainer, self._stop)
                 self._calls = Calls(trainer, found, self._batches)
-                stack.push(self._release)
                 if fn == "fit":
                     self._begin_training()
             self._context = stack.pop_all()
@@ -207,7 +209,8 @@ class Run(RunRanks):
         replaced = {id(model): state.module if not name else state.module.get_submodule(name)
                     for name, model in found.models.items()}  # fmt: skip
         for index, loader in enumerate(found.loaders):
-            replaced[id(loader)] = SetupLoader(loader, partial(self._pass, trains=index == 0 and fn == "fit"))
+            trains = index == 0 and fn == "fit"
+            replaced[id(loader)] = SetupLoader(loader, self._pass, self._length, trains=trains)
         given = [replaced.get(id(each), each) for each in given]
         return given[0] if len(given) == 1 else tuple(given)
 
@@ -224,8 +227,6 @@ class Run(RunRanks):
         """Give the user's objects their own methods back, whatever has ended the run."""
         if self._calls is not None:
             self._calls.remove()
-        if self._batches is not None:
-            self._batches.close()
 
     def end(self) -> None:
         """End the run: wait for the other ranks, make the models whole and ordinary again, and free the devices.
@@ -253,9 +254,9 @@ class Run(RunRanks):
             state, strategy = self._state, self._strategy
             assert self._batches is not None
             if state.state.fn == "fit":
-                if self._batches.current_epoch != state.progress.epoch:
-                    self._batches.settle()
                 self._batches.end_evaluation()
+                if self._batches.current_epoch != state.progress.epoch:
+                    self._batches.end_left_epoch()
                 self._trainer.saver.on_train_end(self._trainer, state.module)  # waits for a save under way
                 state.phases.end_all()
                 state.progress.stop_clock()
@@ -269,8 +270,10 @@ class Run(RunRanks):
             self._close(error)
             raise
         self._context = None
-        context.close()
-        self._after_end()
+        try:
+            context.close()
+        finally:
+            self._after_end()
 
     def _close(self, error: BaseException) -> None:
         """End the run with an error; raises what it becomes, unless that is ``error`` itself."""
@@ -284,7 +287,8 @@ class Run(RunRanks):
 
     def _after_end(self) -> None:
         has_ended(self)
-        self._trainer.give_parameters_back()
+        self._trainer.give_back()
+        self._calls = self._batches = None  # or a loader, a model or an optimizer would keep the others
 
     def _stop(self, signum: int) -> None:
         """Save and end the run where all ranks stop on a signal; raises the exit."""
@@ -339,30 +343,30 @@ class Run(RunRanks):
         Args:
             loader: an iterable of batches.
         """
-        calls, batches = self._ready()
-        if self._evaluation is not None:
-            raise ConfigurationError("evaluation_batches is under way: end the loop over them before another begins")
-        return self._evaluate(calls, Evaluation(self._state, given_loader(loader), batches.boundary))
+        _, batches = self._ready()
+        return self._evaluate(batches, Evaluation(self._state, given_loader(loader), batches.boundary))
 
-    def _pass(self, loader: Any, *, trains: bool) -> Iterator[Any]:
+    def _pass(self, loader: Any, trains: bool) -> Iterator[Any]:
         """Return the iterator of a loader that setup returned: of an evaluation, unless it or a model now trains."""
         if self._context is None:
             return iter(loader)
         return self.batches(loader) if trains or self._ready()[0].may_train() else self.evaluation_batches(loader)
 
-    def _evaluate(self, calls: Calls, evaluation: Evaluation) -> Iterator[Any]:
-        batches = self._batches
-        assert batches is not None
-        batches.end_evaluation()
-        self._evaluation, calls.evaluating = evaluation, True
-        self._state.phases.start_evaluation("validate")
-        batches.is_evaluated = True
+    def _length(self, loader: Any, trains: bool) -> int:
+        """Return how many batches of a loader that setup returned this rank gets."""
+        if self._context is None:
+            return len(loader)
+        if trains and (length := load_training_data(self._state).whole_length) is not None:
+            return length
+        return len(prepare_loader(loader, self._state, training=trains))
+
+    def _evaluate(self, batches: TrainingBatches, evaluation: Evaluation) -> Iterator[Any]:
+        batches.begin_evaluation(evaluation)
         try:
             yield from evaluation.batches()
         except GeneratorExit:  # a break, or an error on its way: nothing may communicate here
-            self._evaluation, calls.evaluating = None, False
+            batches.in_evaluation = False
             raise
-        self._evaluation, calls.evaluating = None, False
         batches.end_evaluation()
 
     def accumulate(self) -> AbstractContextManager[None]:
@@ -370,12 +374,12 @@ class Run(RunRanks):
 
         It counts ``accumulate_grad_batches``, and stops on signals. Every rank enters it as often.
         """
-        return self._ready()[1].elsewhere()
+        return self._ready()[1].from_elsewhere()
 
     @property
-    def updates(self) -> bool:
+    def is_optimizer_step(self) -> bool:
         """Whether the batch in hand ends an accumulation, so that ``optimizer.step()`` steps."""
-        return self._batches is None or self._batches.updates
+        return self._batches is None or self._batches.ends_accumulation
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -445,9 +449,9 @@ class Run(RunRanks):
         Raises:
             CheckpointError: on every rank, when it could not be written; the one before is intact.
         """
-        _, batches = self._ready()
+        batches = self._all_ranks("save_checkpoint")
         if not batches.in_batch and batches.current_epoch != self._state.progress.epoch:
-            batches.settle()
+            batches.end_left_epoch()
         if self._state.state.fn != "fit" or filepath is not None or weights_only:
             if filepath is None:
                 raise ConfigurationError(
@@ -467,7 +471,11 @@ class Run(RunRanks):
             step: None for the number of optimizer steps.
         """
         _, batches = self._ready()
-        log_metrics(self._state, metrics, step=step, always=not batches.in_batch or self._evaluation is not None)
+        if not batches.in_evaluation:
+            batches.end_evaluation()
+        gather = None if (evaluation := self._partial_round()) is None else evaluation.gather
+        always = not batches.in_batch or batches.in_evaluation
+        log_metrics(self._state, metrics, step=step, always=always, gather=gather)
 
     def print(self, *values: Any, **kwargs: Any) -> None:
         """``print`` on rank 0."""

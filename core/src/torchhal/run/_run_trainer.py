@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import is_not
 from typing import Any
 
 from torch import nn
@@ -118,20 +119,25 @@ class RunTrainer(Trainer):
         run.trained_by = trained_by.describe(found.optimizers, configs, run.module)
         return list(found.optimizers), configs
 
-    def give_parameters_back(self) -> bool:
-        """Give the optimizers the parameters of the module as it is after the run; return whether some are others."""
-        found = self.found
+    def give_back(self) -> None:
+        """Forget the user's objects, and give the optimizers the parameters of the module as it is after the run."""
+        found, self.found = self.found, None
+        self.saved_objects.objects = {}
         if found is None:
-            return False
+            return
         parameters = dict(found.module.named_parameters(remove_duplicate=False))
-        changed = False
         for optimizer, groups in zip(found.optimizers, self._names, strict=True):
+            changed = False
             for group, names in zip(optimizer.param_groups, groups, strict=False):
-                own = [parameters.get(name) for name in names]
-                if any(now is not then for now, then in zip(own, group["params"], strict=False)):
-                    group["params"] = [parameter for parameter in own if parameter is not None]
-                    changed = True
-        return changed
+                own = [parameters[name] for name in names if name in parameters]
+                if len(own) != len(group["params"]) or any(map(is_not, own, group["params"])):
+                    group["params"], changed = own, True
+            if changed and optimizer.state:
+                optimizer.state.clear()
+                self.warn_once(
+                    f"the state of the {type(optimizer).__name__} was divided among the ranks, and has ended with the "
+                    "run: to go on with it, continue from a checkpoint (ckpt_path)"
+                )
 
 
 def replace_parameters(

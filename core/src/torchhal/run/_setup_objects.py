@@ -58,7 +58,16 @@ def sort_objects(given: Sequence[Any], named: Mapping[str, Any]) -> SetupObjects
         elif isinstance(value, Optimizer) or (hasattr(value, "step") and hasattr(value, "param_groups")):
             found.optimizers.append(value)
         elif callable(getattr(value, "step", None)) and hasattr(value, "optimizer"):
+            if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
+                raise ConfigurationError(
+                    f"{what}, a {type(value).__name__}, needs state_dict and load_state_dict, to be continued"
+                )
             found.schedulers.append(value)
+        elif isinstance(value, list | tuple) and any(hasattr(item, "step") or _is_model(item) for item in value):
+            raise ConfigurationError(
+                f"setup takes models, optimizers and schedulers one by one ({what} is a {type(value).__name__} of "
+                f"{', '.join(type(item).__name__ for item in value)}): write setup(*objects)"
+            )
         elif is_loader(value) or (isinstance(value, Iterable) and name == "" and isinstance(value, list | tuple)):
             found.loaders.append(value)
         elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
@@ -78,6 +87,10 @@ def sort_objects(given: Sequence[Any], named: Mapping[str, Any]) -> SetupObjects
     else:
         found.module = Models(models, automatic_optimization=trained <= 1 and len(found.optimizers) <= 1)
     return found
+
+
+def _is_model(value: Any) -> bool:
+    return isinstance(value, nn.Module)
 
 
 def _check_names(models: Mapping[str, nn.Module]) -> None:

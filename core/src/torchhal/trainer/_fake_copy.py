@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy as shallow_copy
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ class FakeCopy(ForwardCopy):
     """A copy of a module whose parameters and buffers are empty tensors on ``device``, made in a FakeTensorMode.
 
     Ties between parameters stay. Other tensors among the attributes are empty ones where they are, those on the meta
-    device on the CPU. Hooks are left out, but torch's own.
+    device on the CPU. Hooks are left out, but torch's own; objects that are no modules, such as a meter of losses, are
+    those of the original.
 
     Args:
         device: of parameters and buffers.
@@ -78,6 +80,8 @@ def copy_function(device: torch.device) -> Callable[[Any], Any]:
             if leaf.layout is not torch.strided:
                 raise FakeStepError(f"the batch has a tensor of layout {leaf.layout}")
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
-        return leaf.to(device) if callable(getattr(leaf, "to", None)) and not isinstance(leaf, type) else leaf
+        if not callable(getattr(leaf, "to", None)) or isinstance(leaf, type):
+            return leaf
+        return shallow_copy(leaf).to(device)  # a graph moves itself in place
 
     return copy

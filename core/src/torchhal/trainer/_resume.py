@@ -44,7 +44,8 @@ def choose_accumulation(run: Run, data: TrainingData) -> None:
     if (fit.counters_before.get("asked_accumulate"), fit.counters_before.get("batch_size")) == (asked, fit.batch_size):
         fit.step_size = fit.counters_before["step_size"]
         owned = {"owns_accumulation", "owns_step"} & set(run.strategy.features)
-        if getattr(run.module, "automatic_optimization", True) and not owned:
+        by_itself = getattr(run.module, "automatic_optimization", True) and len(run.strategy.optimizers) < 2
+        if by_itself and not owned:
             batches = max(1, int(fit.step_size / one + 0.5))
             try:
                 run.strategy.check_accumulation(batches)
