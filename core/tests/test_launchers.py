@@ -1,5 +1,6 @@
 """Launchers without their failures: commands, payloads, results, what reaches the workers."""
 
+import atexit
 import importlib
 import multiprocessing
 import os
@@ -288,6 +289,33 @@ def test_results_come_back_from_forks():
     descriptors = open_descriptors()
     launcher(2).launch(give_back, 1)
     assert open_descriptors() == descriptors
+
+
+class Connection:
+    """What its owner closes when the program ends, or when nothing keeps it any more."""
+
+    def __init__(self, note):
+        self.note, self.pid = note, os.getpid()
+
+    def close(self):
+        if os.getpid() != self.pid:
+            self.note.write_text("closed by a fork")
+
+    __del__ = close
+
+
+def registers_a_handler(note):
+    atexit.register(note.write_text, "the worker's own")
+    return os.getpid()
+
+
+def test_a_fork_leaves_its_parents_exit_handlers_alone(tmp_path):
+    """It neither calls them nor frees what they alone keep, whose threads it has not; its own ones run."""
+    parents, own = tmp_path / "parents", tmp_path / "own"
+    atexit.register(Connection(parents).close)
+    assert launcher(2, "fork").launch(registers_a_handler, own) != os.getpid()
+    assert not parents.exists()
+    assert own.read_text() == "the worker's own"
 
 
 def forks_compute():

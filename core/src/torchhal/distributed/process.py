@@ -264,6 +264,26 @@ def _others_run() -> bool:
     return False
 
 
+_finishing: int | None = None
+"""The status with which :func:`finish` is ending this process."""
+
+
+def keep_exit_handlers() -> None:
+    """Let :func:`finish` run the exit handlers that are registered from here on, and none of before.
+
+    For a fork, which has its parent's. They are not cleared either: what they alone keep, a connection or the threads
+    of a library, would be freed in a process that has no such threads, and that has ended in a segmentation fault.
+    """
+    atexit.register(_end_finishing)
+
+
+def _end_finishing() -> None:
+    """End the process in the place of the handlers that were registered earlier, which Python runs after this one."""
+    if _finishing is not None:
+        flush()
+        os._exit(_finishing)
+
+
 def finish(code: int) -> None:
     """End a process started by a launcher, after its work: all that the interpreter does at exit, except finalization.
 
@@ -271,6 +291,8 @@ def finish(code: int) -> None:
     then (``terminate called without an active exception``) although its work is done. Threads are joined, exit
     handlers run and streams are flushed as usual; only then the process leaves by ``os._exit``.
     """
+    global _finishing
+    _finishing = code
     try:
         shutdown = getattr(threading, "_shutdown", None)
         if shutdown is not None:

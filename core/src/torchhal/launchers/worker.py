@@ -94,7 +94,7 @@ def _prepare(assignment: Assignment, connection: Connection) -> None:
         signals.unblock()
     if assignment.start_method != "spawn":
         # A fork has its parent's exit handlers: their files and connections are not a worker's to close.
-        getattr(atexit, "_clear", lambda: None)()
+        process.keep_exit_handlers()
         atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
     failures.supervised = True
     failures.sender = lambda failure: connection.send(("failed", failure.to_json(), None))
