@@ -61,18 +61,7 @@ class Execution:
 def execute(
     run: Run, loop: FitLoop, fn: str, ckpt_path: Any, *, to_message: Callable[[Any], dict[str, Any]] | None = None
 ) -> Any:
-    """Execute one call of the Trainer in a process that trains: set up, run the loops, tear down.
-
-    Args:
-        run: the state that the call works on.
-        loop: the fit loop, which has the evaluation loop.
-        fn: fit, validate, test or predict.
-        ckpt_path: a path, "last", "best" or None.
-        to_message: turns the result into a worker's message to the calling process, before the ranks part.
-
-    Returns:
-        The call's result, or what ``to_message`` made of it.
-    """
+    """Run the loops of one call of the Trainer inside of :func:`executing`, and return the call's result."""
     with executing(run, loop, fn, ckpt_path, to_message=to_message) as execution:
         execution.result = run_stage(run, loop, fn)
     return execution.result
