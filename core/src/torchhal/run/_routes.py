@@ -85,21 +85,20 @@ class Routes:
 
     def __init__(self) -> None:
         self._routes: list[Route] = []
+        self._of_models: list[Route] = []
 
     def add(self, owner: Any, name: str, call: Callable[[Route], Callable[..., Any]]) -> None:
         """Route ``owner.name`` to what ``call`` makes of the route."""
         route = Route(owner, name)
         route.call = call(route)
         self._routes.append(route)
+        if isinstance(owner, nn.Module):
+            self._of_models.append(route)
 
     @contextmanager
     def without_models(self) -> Iterator[None]:
         """Return a context in which the models have their own methods, as inside of a strategy's step."""
-        there = [
-            route
-            for route in self._routes
-            if isinstance(route.owner, nn.Module) and vars(route.owner).get(route.name) is route
-        ]
+        there = [route for route in self._of_models if vars(route.owner).get(route.name) is route]
         for route in there:
             route.hide()
         try:
@@ -112,3 +111,4 @@ class Routes:
         """Give all objects their methods back."""
         while self._routes:
             self._routes.pop().remove()
+        self._of_models.clear()
