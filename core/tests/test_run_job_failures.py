@@ -1,6 +1,7 @@
 """Test how jobs on torchhal.Run end with a failure: on all ranks, soon, with its cause shown once."""
 
 import itertools
+import sys
 
 import pytest
 from limits import scaled
@@ -8,7 +9,7 @@ from run_jobs import assert_nothing_left, read, run_job
 
 pytestmark = pytest.mark.slow
 
-TORCHRUN = ["torchrun", "--nproc-per-node", "2", "--no-python"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
 SOON = 15
 """Seconds, on an idle machine, after which no rank may be left."""
 
