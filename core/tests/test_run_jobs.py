@@ -17,7 +17,8 @@ SHUFFLED = {"shuffle": True, "dropout": 0.2}
 def script_of(launcher):
     """Return the script, its settings, and the command that starts it."""
     if launcher == "torchrun":
-        return "run_straight.py", {}, [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run"]
+        return "run_straight.py", {}, [*torchrun, "--nproc-per-node", "2", "--no-python"]
     return ("run_straight.py" if launcher == "ddp" else "run_launched.py"), {"run": {"strategy": launcher}}, []
 
 
