@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torchhal.errors import DistributedError
+from torchhal.pytree import map_tensors
 from torchhal.strategies import Strategy
 
 
@@ -26,7 +27,14 @@ def gather_values(value: Any, strategy: Strategy, leaders: Sequence[bool]) -> An
     if strategy.world_size == 1:
         return concatenate([value])
     tensors: list[torch.Tensor] = []
-    plain = _without_tensors(value, tensors)
+
+    def take(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensors.append(leaf)
+        return _Place()
+
+    plain = map_tensors(value, take)
     told = strategy.all_gather_object((plain, [(tuple(t.shape), str(t.dtype)) for t in tensors]))
     if len({len(shapes) for _, shapes in told}) > 1:
         raise DistributedError(
@@ -35,12 +43,12 @@ def gather_values(value: Any, strategy: Strategy, leaders: Sequence[bool]) -> An
             + ")"
         )
     parts = [_gathered(each, [shapes[i] for _, shapes in told], strategy) for i, each in enumerate(tensors)]
-    values = [
-        _with_tensors(plain, iter([part[rank] for part in parts]))
-        for rank, (plain, _) in enumerate(told)
-        if leaders[rank]
-    ]
-    return concatenate(values)
+
+    def filled(rank: int) -> Any:
+        mine = (part[rank] for part in parts)
+        return map_tensors(told[rank][0], lambda leaf: next(mine) if isinstance(leaf, _Place) else leaf)
+
+    return concatenate([filled(rank) for rank in range(len(told)) if leaders[rank]])
 
 
 def _gathered(tensor: torch.Tensor, kinds: Sequence[tuple[Any, str]], strategy: Strategy) -> list[torch.Tensor]:
@@ -61,36 +69,6 @@ def _gathered(tensor: torch.Tensor, kinds: Sequence[tuple[Any, str]], strategy: 
 
 class _Place:
     """The place of a tensor in a structure."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Place)
-
-    __hash__ = object.__hash__
-
-
-def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return _Place()
-    if isinstance(value, Mapping):
-        return {key: _without_tensors(item, tensors) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_tensors(item, tensors) for item in value]
-    if isinstance(value, tuple):
-        return tuple(_without_tensors(item, tensors) for item in value)
-    return value
-
-
-def _with_tensors(value: Any, tensors: Any) -> Any:
-    if isinstance(value, _Place):
-        return next(tensors)
-    if isinstance(value, Mapping):
-        return {key: _with_tensors(item, tensors) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_tensors(item, tensors) for item in value]
-    if isinstance(value, tuple):
-        return tuple(_with_tensors(item, tensors) for item in value)
-    return value
 
 
 def concatenate(values: Sequence[Any]) -> Any:
