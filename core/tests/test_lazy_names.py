@@ -12,6 +12,7 @@ import pytest
     [
         ("torchhal.errors", "AcceleratorUnavailable", "AcceleratorUnavailableError"),
         ("torchhal.precision", "FullPrecision", "TruePrecision"),
+        ("torchhal.trainer.adapters", "Run", "RunState"),
         ("torchhal_ray", "RayLauncher", "RayEnvironment"),
     ],
 )

@@ -14,7 +14,7 @@ from torchhal.trainer.data._batch_transfer import batch_transfer
 from torchhal.trainer.data._evaluation_data import EvaluationData
 from torchhal.trainer.data._iterators import close_iterator
 from torchhal.trainer.data._loaders import check_loader, last_batch
-from torchhal.trainer.run import Run as RunState
+from torchhal.trainer.run_state import RunState
 
 _ROUND_ENDS, _LEFT = "torchhal: end of round", "torchhal: left"
 """What ranks say, in place of a value, when they have done with a round, or with the evaluation by ``break``."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchhal.errors import ModelError
-from torchhal.trainer.run import Run as RunState
+from torchhal.trainer.run_state import RunState
 
 
 def log_metrics(

@@ -13,7 +13,7 @@ from torchhal.run._calls import Calls
 from torchhal.run._evaluation import Evaluation
 from torchhal.run._gathering import concatenate, gather_values
 from torchhal.strategies import Strategy
-from torchhal.trainer.run import Run as RunState
+from torchhal.trainer.run_state import RunState
 
 
 class RunRanks(ABC):

@@ -38,10 +38,10 @@ from torchhal.trainer.callbacks._checkpoint_files import is_filled
 from torchhal.trainer.callbacks._checkpoint_records import runs_beside
 
 if TYPE_CHECKING:
-    from torchhal.trainer.run import Run
+    from torchhal.trainer.run_state import RunState
 
 
-def dump_checkpoint(run: Run, *, weights_only: bool = False, alone: bool = False) -> dict[str, Any]:
+def dump_checkpoint(run: RunState, *, weights_only: bool = False, alone: bool = False) -> dict[str, Any]:
     """Return the state between two batches.
 
     Called on every rank, since gathering it communicates; rank 0's is written.
@@ -107,7 +107,7 @@ def dump_checkpoint(run: Run, *, weights_only: bool = False, alone: bool = False
     return checkpoint
 
 
-def _describe(run: Run) -> dict[str, Any]:
+def _describe(run: RunState) -> dict[str, Any]:
     """Return what the run consists of, in names: no load depends on it, and whoever gets the file reads it."""
     strategy = run.strategy
     return {
@@ -120,7 +120,7 @@ def _describe(run: Run) -> dict[str, Any]:
     }
 
 
-def _gather_ranks(run: Run, entry: dict[str, Any], checkpoint: dict[str, Any]) -> None:
+def _gather_ranks(run: RunState, entry: dict[str, Any], checkpoint: dict[str, Any]) -> None:
     """Put the ``entry`` and the state of its own that each rank has into the checkpoint."""
     strategy = run.strategy
     own = rank_states.rank_states(strategy)
@@ -131,7 +131,7 @@ def _gather_ranks(run: Run, entry: dict[str, Any], checkpoint: dict[str, Any]) -
         checkpoint[STATES_KEY] = rank_states.gather_rank_states(strategy, own, kinds, checkpoint["ranks"])
 
 
-def _dump_hparams(run: Run, owner: Any, checkpoint: dict[str, Any]) -> None:
+def _dump_hparams(run: RunState, owner: Any, checkpoint: dict[str, Any]) -> None:
     """Save the hyperparameters from which ``load_from_checkpoint`` recreates ``owner``, and the names of the others."""
     plain, objects = {}, {}
     for name, value in owner.hparams.items():
@@ -152,7 +152,7 @@ def _dump_hparams(run: Run, owner: Any, checkpoint: dict[str, Any]) -> None:
         )
 
 
-def read_checkpoint(run: Run, path: str) -> dict[str, Any]:
+def read_checkpoint(run: RunState, path: str) -> dict[str, Any]:
     """Load the checkpoint at ``path``, check it, and pass it to callbacks and module, which may change it.
 
     Nothing is restored yet: the module may still change its parameters.
@@ -185,7 +185,7 @@ def read_checkpoint(run: Run, path: str) -> dict[str, Any]:
     return checkpoint
 
 
-def restore_datamodule(run: Run, checkpoint: Mapping[str, Any], path: str) -> None:
+def restore_datamodule(run: RunState, checkpoint: Mapping[str, Any], path: str) -> None:
     """Restore the data module's state, before any of its loaders is made: they may depend on it."""
     datamodule = run.datamodule
     if hasattr(datamodule, "load_state_dict") and (name := type(datamodule).__qualname__) in checkpoint:
@@ -193,7 +193,7 @@ def restore_datamodule(run: Run, checkpoint: Mapping[str, Any], path: str) -> No
             datamodule.load_state_dict(checkpoint[name])
 
 
-def check_fits(run: Run, checkpoint: Mapping[str, Any], path: str) -> dict[str, Mapping[str, Any]]:
+def check_fits(run: RunState, checkpoint: Mapping[str, Any], path: str) -> dict[str, Mapping[str, Any]]:
     """Raise CheckpointMismatchError where this run can't take the saved states of optimizers, schedulers or ranks.
 
     Nothing is restored yet.
@@ -228,7 +228,7 @@ def check_fits(run: Run, checkpoint: Mapping[str, Any], path: str) -> dict[str, 
         return rank_states.choose_rank_states(run, checkpoint, path)
 
 
-def _other_weights(run: Run, checkpoint: Mapping[str, Any], path: str) -> str:
+def _other_weights(run: RunState, checkpoint: Mapping[str, Any], path: str) -> str:
     """Return how the weights differ from the model's in shapes or names; "" where they don't."""
     module, saved = run.strategy.module, checkpoint["state_dict"]
     own = {} if module is None else module.state_dict()
@@ -247,7 +247,7 @@ def _other_weights(run: Run, checkpoint: Mapping[str, Any], path: str) -> str:
     )
 
 
-def restore_weights(run: Run, checkpoint: dict[str, Any], path: str) -> None:
+def restore_weights(run: RunState, checkpoint: dict[str, Any], path: str) -> None:
     """Restore the module's weights through the strategy that has set it up.
 
     For a fit, first restores the parts that only their owners can validate; on an error the callbacks are unchanged.
@@ -267,7 +267,9 @@ def restore_weights(run: Run, checkpoint: dict[str, Any], path: str) -> None:
             strategy.load_module_state_dict(checkpoint["state_dict"], strict=strict)
 
 
-def restore_training(run: Run, checkpoint: dict[str, Any], path: str, states: Mapping[str, Mapping[str, Any]]) -> None:
+def restore_training(
+    run: RunState, checkpoint: dict[str, Any], path: str, states: Mapping[str, Mapping[str, Any]]
+) -> None:
     """Restore everything else that a fit continues from: exact when the number of replicas is the same.
 
     ``states`` are the per-rank states that :func:`check_fits` returned.
@@ -316,7 +318,7 @@ def _match(path: str, field: str, what: str, checkpoint: Mapping[str, Any], pres
         )
 
 
-def last_checkpoint(run: Run) -> str | None:
+def last_checkpoint(run: RunState) -> str | None:
     """Return what ``ckpt_path="last"`` means: the newest complete checkpoint of this run's folders, or None.
 
     The folders are those of the Trainer's ModelCheckpoint callbacks; where one follows the logger into a folder
@@ -325,7 +327,7 @@ def last_checkpoint(run: Run) -> str | None:
     return _newest(run, _last_folders(run))
 
 
-def _last_folders(run: Run) -> list[list[str]]:
+def _last_folders(run: RunState) -> list[list[str]]:
     """List the checkpoints of each folder in which the last one is looked for, in the order of the saves."""
     io = run.strategy.checkpoint_io
     found: dict[str, list[str]] = {}
@@ -339,15 +341,15 @@ def _last_folders(run: Run) -> list[list[str]]:
     return list(found.values())
 
 
-def _newest(run: Run, folders: list[list[str]]) -> str | None:
+def _newest(run: RunState, folders: list[list[str]]) -> str | None:
     return max((paths[-1] for paths in folders), key=run.strategy.checkpoint_io.saved_ns, default=None)
 
 
-def _folders(run: Run) -> str:
+def _folders(run: RunState) -> str:
     return ", ".join(repr(callback.candidate_folders(run.trainer)[0]) for callback in run.checkpoint_callbacks)
 
 
-def resolve_path(run: Run, ckpt_path: Any) -> str | None:
+def resolve_path(run: RunState, ckpt_path: Any) -> str | None:
     """Return the file that ``ckpt_path`` means: None, a path, "last" or "best"."""
     if ckpt_path is None:
         return None
@@ -382,7 +384,7 @@ def resolve_path(run: Run, ckpt_path: Any) -> str | None:
     return path
 
 
-def _refuse_other(run: Run, path: str) -> None:
+def _refuse_other(run: RunState, path: str) -> None:
     """Raise CheckpointError, on every rank, for a checkpoint that another IO than the run's has written.
 
     One that the run's own IO recognises is left to its load, which says whether it is damaged.
@@ -394,7 +396,7 @@ def _refuse_other(run: Run, path: str) -> None:
     _raise_everywhere(run, problem)
 
 
-def _refuse_others(run: Run, folders: list[list[str]]) -> None:
+def _refuse_others(run: RunState, folders: list[list[str]]) -> None:
     """Raise the same for the newest checkpoint in each callback's first folder that has one."""
     problem = None
     own = run.strategy.checkpoint_io
@@ -409,7 +411,7 @@ def _refuse_others(run: Run, folders: list[list[str]]) -> None:
     _raise_everywhere(run, problem)
 
 
-def _others(run: Run) -> list[tuple[str, CheckpointIO]]:
+def _others(run: RunState) -> list[tuple[str, CheckpointIO]]:
     own = type(run.strategy.checkpoint_io)
     return [(entry.component.alias, io) for entry, io in usable_ios() if type(io) is not own]
 
@@ -421,7 +423,7 @@ def _of_other(alias: str, path: str) -> str:
     )
 
 
-def _refuse_several_runs(run: Run, newest: str, paths: list[str]) -> None:
+def _refuse_several_runs(run: RunState, newest: str, paths: list[str]) -> None:
     """Raise ConfigurationError, on every rank, where another run saved beside the one that saved ``newest``.
 
     Which of them to continue is ambiguous.
@@ -439,6 +441,6 @@ def _refuse_several_runs(run: Run, newest: str, paths: list[str]) -> None:
     _raise_everywhere(run, problem, ConfigurationError)
 
 
-def _raise_everywhere(run: Run, problem: str | None, kind: type[TorchhalError] = CheckpointError) -> None:
+def _raise_everywhere(run: RunState, problem: str | None, kind: type[TorchhalError] = CheckpointError) -> None:
     if (problem := run.strategy.broadcast(problem)) is not None:
         raise kind(problem)

@@ -21,7 +21,7 @@ from torchhal.trainer._hook_names import near_miss
 from torchhal.trainer._run_adapters import Adapters
 from torchhal.trainer.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
 from torchhal.trainer.loggers import CSVLogger
-from torchhal.trainer.run import Run
+from torchhal.trainer.run_state import RunState
 
 _OF_LOGGERS = ("log_metrics", "version", "log_dir", "finalize")
 
@@ -157,7 +157,7 @@ def check_model(model: Any) -> Any:
     return model
 
 
-def check_can_fit(run: Run, module: Any) -> None:
+def check_can_fit(run: RunState, module: Any) -> None:
     """Refuse what can't train, before a process starts."""
     name = type(module).__name__
     for method, what in (

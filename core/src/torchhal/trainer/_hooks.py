@@ -20,7 +20,7 @@ def module_hook(module: Any, name: str) -> Callable[..., Any] | None:
 
 
 class HookContext(Protocol):
-    """The attributes of a :class:`~torchhal.trainer.run.Run` on which its hooks depend."""
+    """The attributes of a :class:`~torchhal.trainer.run_state.RunState` on which its hooks depend."""
 
     module: Any
     callbacks: list[Any]

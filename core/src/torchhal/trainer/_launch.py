@@ -20,10 +20,10 @@ from torchhal.trainer._state import TrainerState
 from torchhal.trainer._stop_handling import log_stop
 from torchhal.trainer.logging._standard_streams import lossy_streams
 from torchhal.trainer.loops._fit_loop import FitLoop
-from torchhal.trainer.run import Run
+from torchhal.trainer.run_state import RunState
 
 
-def launch(run: Run, loop: FitLoop, fn: str, ckpt_path: Any) -> Any:
+def launch(run: RunState, loop: FitLoop, fn: str, ckpt_path: Any) -> Any:
     """Start the strategy's processes and :func:`.execute` the call in each.
 
     Returns:
@@ -36,11 +36,11 @@ def launch(run: Run, loop: FitLoop, fn: str, ckpt_path: Any) -> Any:
         return _launch(run, loop, fn, ckpt_path)
 
 
-def _execute(trainer: Any, run: Run, loop: FitLoop, fn: str, ckpt_path: Any) -> Any:
+def _execute(trainer: Any, run: RunState, loop: FitLoop, fn: str, ckpt_path: Any) -> Any:
     return execute(run, loop, fn, ckpt_path)
 
 
-def _launch(run: Run, loop: FitLoop, fn: str, ckpt_path: Any) -> Any:
+def _launch(run: RunState, loop: FitLoop, fn: str, ckpt_path: Any) -> Any:
     rendezvous.begin_call()
     launcher = run.strategy.make_launcher()
     run.num_nodes = run.strategy.num_nodes  # "auto" is resolved by now
@@ -58,7 +58,7 @@ def _launch(run: Run, loop: FitLoop, fn: str, ckpt_path: Any) -> Any:
     return apply_worker_result(run, message)
 
 
-def run_in_worker(trainer: Any, run: Run, loop: FitLoop, fn: str, ckpt_path: Any) -> dict[str, Any]:
+def run_in_worker(trainer: Any, run: RunState, loop: FitLoop, fn: str, ckpt_path: Any) -> dict[str, Any]:
     """Execute the call in a process that was started for it; return the state for the calling process.
 
     ``trainer`` keeps the Trainer alive, to which run and loop refer weakly.
@@ -69,7 +69,7 @@ def run_in_worker(trainer: Any, run: Run, loop: FitLoop, fn: str, ckpt_path: Any
     return message
 
 
-def pack_worker_result(run: Run, result: Any) -> dict[str, Any]:
+def pack_worker_result(run: RunState, result: Any) -> dict[str, Any]:
     """Return the message of a worker to the process that called fit, which uses rank 0's."""
     state = run.strategy.module_state_dict()  # a collective on every rank
     return {
@@ -85,7 +85,7 @@ def pack_worker_result(run: Run, result: Any) -> dict[str, Any]:
     }
 
 
-def apply_worker_result(run: Run, answer: dict[str, Any]) -> Any:
+def apply_worker_result(run: RunState, answer: dict[str, Any]) -> Any:
     if hasattr(type(run.module), "trainer"):
         run.module.trainer = run.adapters.trainer_for(run.module)
     run.strategy.connect(run.module)
@@ -105,7 +105,7 @@ def apply_worker_result(run: Run, answer: dict[str, Any]) -> Any:
     return answer["result"]
 
 
-def take_weights(run: Run, state: dict[str, Any], buffer_dtypes: dict[str, torch.dtype]) -> None:
+def take_weights(run: RunState, state: dict[str, Any], buffer_dtypes: dict[str, torch.dtype]) -> None:
     """Load what the workers trained into the model of this process, which ran none of its hooks.
 
     It gets the dtypes of theirs, which their precision has cast; ``buffer_dtypes`` are those of buffers, of which a

@@ -16,7 +16,7 @@ _log = logging.getLogger("torchhal")
 
 
 class PhaseContext(Protocol):
-    """The attribute of a :class:`~torchhal.trainer.run.Run` on which its phases depend."""
+    """The attribute of a :class:`~torchhal.trainer.run_state.RunState` on which its phases depend."""
 
     @property
     def strategy(self) -> Strategy: ...

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchhal.trainer._run_part import RunPart
 from torchhal.trainer._slow_loader import LoaderWait
 from torchhal.trainer.profilers import PassThroughProfiler, Profiler
-from torchhal.trainer.run import Run
+from torchhal.trainer.run_state import RunState
 
 if TYPE_CHECKING:
     from torchhal.trainer.loops._fit_loop import FitLoop
@@ -36,7 +36,7 @@ _OPTIMIZATION = {"_zero_grad": "optimizer", "module_clip": "clipping", "module_s
 
 
 @contextmanager
-def profiled(run: Run, loop: FitLoop) -> Iterator[None]:
+def profiled(run: RunState, loop: FitLoop) -> Iterator[None]:
     """Measure what runs inside with the run's profiler, if it has one, and print what it says on rank 0."""
     profiler = run.profiler
     if isinstance(profiler, PassThroughProfiler):
@@ -56,12 +56,12 @@ def profiled(run: Run, loop: FitLoop) -> Iterator[None]:
         run.profiling = None
 
 
-def _print_summary(run: Run, profiler: Profiler) -> None:
+def _print_summary(run: RunState, profiler: Profiler) -> None:
     if summary := profiler.summary():
         run.print(summary)
 
 
-class FitProfiling(RunPart[Run]):
+class FitProfiling(RunPart[RunState]):
     """A profiler at work in one fit of one process.
 
     Without one, nothing of this exists: the functions of a step are replaced by measured ones before the loop, so that
@@ -72,7 +72,7 @@ class FitProfiling(RunPart[Run]):
         profiler: is called around each action.
     """
 
-    def __init__(self, run: Run, profiler: Profiler) -> None:
+    def __init__(self, run: RunState, profiler: Profiler) -> None:
         super().__init__(run)
         self.profiler = profiler
         self._replaced: list[tuple[Any, str, bool, Any]] = []

@@ -25,7 +25,7 @@ from torchhal.trainer.logging._logged_metrics import Results
 from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
 from torchhal.trainer.loops._fit_loop import FitLoop
 from torchhal.trainer.profilers import Profiler
-from torchhal.trainer.run import Run
+from torchhal.trainer.run_state import RunState
 
 
 def _made_with(name: str, value: Any, now: Any) -> ConfigurationError:
@@ -65,7 +65,7 @@ class TrainerProperties:
     decided is refused.
     """
 
-    _run: Run
+    _run: RunState
     fit_loop: FitLoop
     evaluation_loop: EvaluationLoop
 

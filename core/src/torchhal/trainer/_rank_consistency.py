@@ -9,10 +9,10 @@ from torch.optim import Optimizer
 from torchhal.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from torchhal.trainer.run import Run
+    from torchhal.trainer.run_state import RunState
 
 
-def check_settings(run: Run) -> None:
+def check_settings(run: RunState) -> None:
     """Raise ConfigurationError on every rank if the Trainers or the optimizers of the ranks differ.
 
     Once, before the first step; every rank calls it.
@@ -29,7 +29,7 @@ def check_settings(run: Run) -> None:
                 )
 
 
-def _settings(run: Run) -> dict[str, str]:
+def _settings(run: RunState) -> dict[str, str]:
     asked = {
         name: getattr(run, name)
         for name in (

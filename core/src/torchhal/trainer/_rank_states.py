@@ -12,7 +12,7 @@ from torchhal.pytree import map_tensors
 from torchhal.strategies import Strategy
 
 if TYPE_CHECKING:
-    from torchhal.trainer.run import Run
+    from torchhal.trainer.run_state import RunState
 
 
 def _owners(strategy: Strategy) -> Iterator[tuple[str, Any]]:
@@ -75,7 +75,7 @@ def _to_host(leaf: Any) -> Any:
     return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def choose_rank_states(run: Run, checkpoint: Mapping[str, Any], path: str) -> dict[str, Mapping[str, Any]]:
+def choose_rank_states(run: RunState, checkpoint: Mapping[str, Any], path: str) -> dict[str, Mapping[str, Any]]:
     """Return the states with which this rank continues, by the kind of their owner; restore nothing.
 
     The state of another class is left out, with a warning.

@@ -14,23 +14,23 @@ from torchhal.trainer.data._samplers import seed_host
 
 if TYPE_CHECKING:
     from torchhal.trainer.data._training_data import TrainingData
-    from torchhal.trainer.run import Run
+    from torchhal.trainer.run_state import RunState
 
 
-def data_parallel_rank(run: Run) -> tuple[int, int]:
+def data_parallel_rank(run: RunState) -> tuple[int, int]:
     """Return the number of replicas and this one's index; ranks that share the batches of one model count as one."""
     kwargs: Mapping[str, int] | None = run.strategy.distributed_sampler_kwargs
     return (1, 0) if kwargs is None else (kwargs["num_replicas"], kwargs["rank"])
 
 
-def record_batch_setup(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
+def record_batch_setup(run: RunState, checkpoint: Mapping[str, Any] | None) -> None:
     """Record the samples per optimizer step of the continued run, before the strategy prepares a fit."""
     fit = run.progress
     fit.asked_accumulate = fit.accumulate = run.accumulate_grad_batches
     fit.counters_before = {} if checkpoint is None else checkpoint.get("loops", {}).get("fit", {})
 
 
-def choose_accumulation(run: Run, data: TrainingData) -> None:
+def choose_accumulation(run: RunState, data: TrainingData) -> None:
     """Keep the samples per optimizer step, over all replicas, that the run began with, or nearly so.
 
     A learning rate belongs to a global batch size. So that is kept, by ``accumulate_grad_batches``, where possible;
@@ -54,7 +54,7 @@ def choose_accumulation(run: Run, data: TrainingData) -> None:
             _accumulate(run, batches)
 
 
-def change_accumulation(run: Run) -> None:
+def change_accumulation(run: RunState) -> None:
     """Take the ``accumulate_grad_batches`` that a hook has set, between two optimizer steps.
 
     The script's own value stays recorded, so that a run continuing from here keeps the size of a step.
@@ -64,13 +64,13 @@ def change_accumulation(run: Run) -> None:
     fit.step_size = fit.accumulate * data_parallel_rank(run)[0] * fit.batch_size
 
 
-def _accumulate(run: Run, batches: int) -> None:
+def _accumulate(run: RunState, batches: int) -> None:
     run.progress.accumulate = batches
     run.strategy.accumulate_grad_batches = batches
     vars(run)["accumulate_grad_batches"] = batches  # set without the check for users' changes
 
 
-def _settle_accumulation(run: Run) -> str:
+def _settle_accumulation(run: RunState) -> str:
     """Set the accumulation once the optimizers exist; return a description of the change, "" for none."""
     fit = run.progress
     if any(map(needs_closure, run.strategy.optimizers)):  # they evaluate a batch several times within one step
@@ -86,7 +86,7 @@ def _settle_accumulation(run: Run) -> str:
     return ""
 
 
-def restore_rank(run: Run, checkpoint: Mapping[str, Any], path: str) -> None:
+def restore_rank(run: RunState, checkpoint: Mapping[str, Any], path: str) -> None:
     """Restore this rank's generators and data position, for any number of replicas in ``checkpoint``."""
     strategy, fit, ranks = run.strategy, run.progress, checkpoint["ranks"]
     mine = data_parallel_rank(run)
@@ -128,14 +128,14 @@ def restore_rank(run: Run, checkpoint: Mapping[str, Any], path: str) -> None:
     )
 
 
-def _has_same_batches(run: Run, checkpoint: Mapping[str, Any]) -> bool:
+def _has_same_batches(run: RunState, checkpoint: Mapping[str, Any]) -> bool:
     """Return whether this rank has the share of a former one, and batches of the same size within an epoch."""
     fit = run.progress
     resized = fit.batches_done > 0 and fit.counters_before.get("batch_size", fit.batch_size) != fit.batch_size
     return data_parallel_rank(run) in _shares(checkpoint["ranks"]) and not resized
 
 
-def _other_data(run: Run, entry: Mapping[str, Any]) -> str:
+def _other_data(run: RunState, entry: Mapping[str, Any]) -> str:
     """Return the differences from when the rank of ``entry`` saved, in sentences; "" for none."""
     fit, position = run.progress, entry["data"] or {}
     before = fit.counters_before.get("batch_size", fit.batch_size)
@@ -155,7 +155,7 @@ def _items(fit: Any) -> str:
     return "samples" if fit.batch_size > 1 else "batches of the loader"
 
 
-def carries_accumulated_grads(run: Run, checkpoint: Mapping[str, Any]) -> bool:
+def carries_accumulated_grads(run: RunState, checkpoint: Mapping[str, Any]) -> bool:
     """Return whether an accumulation that was under way at the save is continued.
 
     With another number of replicas or another batch size it is restarted.
@@ -180,7 +180,7 @@ def _used(checkpoint: Mapping[str, Any]) -> int | None:
     return used
 
 
-def _rest(run: Run, entry: dict[str, Any], used: int) -> dict[str, Any]:
+def _rest(run: RunState, entry: dict[str, Any], used: int) -> dict[str, Any]:
     """Give the epoch what is left after ``used`` items; return the position at its beginning."""
     fit = run.progress
     data = fit.data
@@ -195,7 +195,7 @@ def _rest(run: Run, entry: dict[str, Any], used: int) -> dict[str, Any]:
     return {"epoch_rng": None, "generators_at_start": states, "generators": states, "order": order}
 
 
-def _nearest_batch(run: Run, entry: dict[str, Any]) -> None:
+def _nearest_batch(run: RunState, entry: dict[str, Any]) -> None:
     fit = run.progress
     replicas, _ = data_parallel_rank(run)
     before, now = entry.get("batch_size"), batch_size(fit)
@@ -224,7 +224,7 @@ def _generators(ranks: list[dict[str, Any]], rank: int) -> dict[str, Any]:
         rng.restore_host(callers)
 
 
-def entries_of_replicas(run: Run, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+def entries_of_replicas(run: RunState, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return an entry for each rank of a checkpoint, made from this rank's ``entry`` where the others can't be asked.
 
     Each replica gets its own share of the same data, and random numbers derived from this rank's.

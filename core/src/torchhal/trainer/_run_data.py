@@ -14,10 +14,10 @@ from torchhal.trainer.data._loaders import as_loaders, find_loaders
 from torchhal.trainer.data._training_data import TrainingData
 
 if TYPE_CHECKING:
-    from torchhal.trainer.run import Run
+    from torchhal.trainer.run_state import RunState
 
 
-def load_training_data(run: Run, *, again: bool = False) -> TrainingData:
+def load_training_data(run: RunState, *, again: bool = False) -> TrainingData:
     """Return the run's training data, loading it where there is none yet.
 
     Args:
@@ -41,7 +41,7 @@ def load_training_data(run: Run, *, again: bool = False) -> TrainingData:
     return progress.data
 
 
-def reload_data(run: Run) -> None:
+def reload_data(run: RunState) -> None:
     """Get the loaders of the call that runs, of a fit those of training and validation, from their owners once more."""
     if run.state.fn != "fit":
         run.sources.evaluation_data.replace_by(
@@ -53,7 +53,7 @@ def reload_data(run: Run) -> None:
     run.sources.validation_data = load_validation_data(run)
 
 
-def load_evaluation_data(run: Run, *, with_indices: bool = False) -> EvaluationData:
+def load_evaluation_data(run: RunState, *, with_indices: bool = False) -> EvaluationData:
     """Return what validate, test or predict, whichever runs, goes through.
 
     Args:
@@ -72,7 +72,7 @@ def load_evaluation_data(run: Run, *, with_indices: bool = False) -> EvaluationD
     return EvaluationData.build(given, run, getattr(run, name), name, "dataloaders", with_indices=with_indices)
 
 
-def load_validation_data(run: Run) -> EvaluationData:
+def load_validation_data(run: RunState) -> EvaluationData:
     """Return what a fit validates on; nothing where the model has no ``validation_step`` or the limit is no batch.
 
     Under ``overfit_batches`` the training loader replaces each validation loader.
@@ -99,7 +99,7 @@ def load_validation_data(run: Run) -> EvaluationData:
     return EvaluationData.build(same, run, limit, "overfit_batches", "train_dataloaders", as_trained=True)
 
 
-def reach_end_of_sampler(run: Run, iterator: Any) -> None:
+def reach_end_of_sampler(run: RunState, iterator: Any) -> None:
     """End an epoch whose batches are used up as a for loop does, unless the model's framework counts them instead."""
     if run.adapters.exhausts_samplers(run.module):
         exhaust_sampler(iterator)

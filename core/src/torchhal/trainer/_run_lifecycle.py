@@ -43,7 +43,7 @@ from torchhal.trainer.loggers.base import FolderLogger
 from torchhal.trainer.loops._control_flow import StopOnSignal
 from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
 from torchhal.trainer.loops._fit_loop import FitLoop
-from torchhal.trainer.run import Run
+from torchhal.trainer.run_state import RunState
 
 _log = logging.getLogger("torchhal")
 
@@ -59,7 +59,7 @@ class Execution:
 
 
 def execute(
-    run: Run, loop: FitLoop, fn: str, ckpt_path: Any, *, to_message: Callable[[Any], dict[str, Any]] | None = None
+    run: RunState, loop: FitLoop, fn: str, ckpt_path: Any, *, to_message: Callable[[Any], dict[str, Any]] | None = None
 ) -> Any:
     """Run the loops of one call of the Trainer inside of :func:`executing`, and return the call's result."""
     with executing(run, loop, fn, ckpt_path, to_message=to_message) as execution:
@@ -69,7 +69,7 @@ def execute(
 
 @contextmanager
 def executing(
-    run: Run, loop: FitLoop, fn: str, ckpt_path: Any, *, to_message: Callable[[Any], dict[str, Any]] | None = None
+    run: RunState, loop: FitLoop, fn: str, ckpt_path: Any, *, to_message: Callable[[Any], dict[str, Any]] | None = None
 ) -> Iterator[Execution]:
     """Return the context of one call, in which its loops run: set up before, torn down after, whatever ends it.
 
@@ -190,7 +190,7 @@ def executing(
         raise exit_for_signal(signals.received, agreed=True)
 
 
-def choose_log_folders(run: Run, fn: str) -> None:
+def choose_log_folders(run: RunState, fn: str) -> None:
     """Take the next free folder before another job does; an evaluation may have nothing to write.
 
     Loggers of several classes in one experiment have one folder.
@@ -213,21 +213,21 @@ def choose_log_folders(run: Run, fn: str) -> None:
             _ = logger.version
 
 
-def close_loaders(run: Run) -> None:
+def close_loaders(run: RunState) -> None:
     """End what the loaders keep at the end of the run: worker processes, and what the accelerator added."""
     for data in (run.sources.validation_data, run.sources.evaluation_data, run.progress.data):
         if data is not None:
             data.close()
 
 
-def has_begun(run: Run, loop: FitLoop) -> bool:
+def has_begun(run: RunState, loop: FitLoop) -> bool:
     """Return whether this call reached its steps; a sanity check precedes those of fit."""
     if run.state.fn == "fit":
         return loop.optimization is not None
     return bool(run.results.stage == run.state.fn)
 
 
-def run_stage(run: Run, loop: FitLoop, fn: str) -> Any:
+def run_stage(run: RunState, loop: FitLoop, fn: str) -> Any:
     """Run the loops of a call, between its set-up and its tear-down."""
     if fn != "fit":
         return evaluate(run, loop.evaluation, fn)
@@ -235,7 +235,7 @@ def run_stage(run: Run, loop: FitLoop, fn: str) -> Any:
     return None
 
 
-def begin_call(run: Run, loop: FitLoop, fn: str) -> None:
+def begin_call(run: RunState, loop: FitLoop, fn: str) -> None:
     module, datamodule = run.module, run.datamodule
     if hasattr(type(module), "trainer"):
         module.trainer = run.adapters.trainer_for(module)
@@ -261,7 +261,7 @@ def begin_call(run: Run, loop: FitLoop, fn: str) -> None:
     run.hooks.refresh()
 
 
-def set_up(run: Run, loop: FitLoop, fn: str, ckpt_path: Any, on_refusal: ExitStack) -> None:
+def set_up(run: RunState, loop: FitLoop, fn: str, ckpt_path: Any, on_refusal: ExitStack) -> None:
     """Set up hooks, model, weights, optimizers and state, in the order that every strategy can carry."""
     strategy, module, datamodule = run.strategy, run.module, run.datamodule
     for owner in (datamodule, module):
@@ -323,7 +323,7 @@ def set_up(run: Run, loop: FitLoop, fn: str, ckpt_path: Any, on_refusal: ExitSta
         status_lines.announce_checkpoint(run, fn, checkpoint)
 
 
-def add_model_callbacks(run: Run) -> None:
+def add_model_callbacks(run: RunState) -> None:
     if run.by_hand or not implements(run.module, "configure_callbacks"):
         return
     if run.sources.callbacks_asked_of is run.module:
@@ -343,7 +343,7 @@ def add_model_callbacks(run: Run) -> None:
     run.sources.callbacks_asked_of = run.module
 
 
-def log_hyperparams(run: Run) -> None:
+def log_hyperparams(run: RunState) -> None:
     for owner in (run.module, run.datamodule):
         hparams = getattr(owner, "hparams_initial", None) or getattr(owner, "hparams", None)
         if hparams and getattr(owner, "_log_hyperparams", True) and run.is_global_zero:
@@ -351,7 +351,7 @@ def log_hyperparams(run: Run) -> None:
                 run.call_logger(logger, "log_hyperparams", dict(hparams))  # its own: foreign ones flatten it
 
 
-def load_fit_data(run: Run, loop: FitLoop) -> None:
+def load_fit_data(run: RunState, loop: FitLoop) -> None:
     if run.by_hand:
         if run.sources.train is not None:
             load_training_data(run)
@@ -361,7 +361,7 @@ def load_fit_data(run: Run, loop: FitLoop) -> None:
     loop.validations.interval(data.length)  # raises now, not in the first epoch that validates
 
 
-def fit(run: Run, loop: FitLoop) -> None:
+def fit(run: RunState, loop: FitLoop) -> None:
     with at_once():
         run.hooks.call("on_fit_start")
     sanity_check(run, loop.evaluation)
@@ -374,7 +374,7 @@ def fit(run: Run, loop: FitLoop) -> None:
     run.hooks.call("on_fit_end")
 
 
-def sanity_check(run: Run, loop: EvaluationLoop) -> None:
+def sanity_check(run: RunState, loop: EvaluationLoop) -> None:
     data = run.sources.validation_data
     if not data or run.num_sanity_val_steps == 0 or run.progress.total_batches:
         return
@@ -399,7 +399,7 @@ def sanity_check(run: Run, loop: EvaluationLoop) -> None:
     rng.restore(before, strategy.accelerator, strategy.root_device)
 
 
-def evaluate(run: Run, loop: EvaluationLoop, fn: str) -> Any:
+def evaluate(run: RunState, loop: EvaluationLoop, fn: str) -> Any:
     with at_once():
         data = load_evaluation_data(run, with_indices=fn == "predict" and loop.records_batch_indices)
         run.sources.evaluation_data = data
@@ -419,7 +419,7 @@ def evaluate(run: Run, loop: EvaluationLoop, fn: str) -> Any:
     return outputs[0] if len(outputs) == 1 else outputs
 
 
-def report_failure(run: Run, error: BaseException) -> BaseException:
+def report_failure(run: RunState, error: BaseException) -> BaseException:
     """Post a failure to the other ranks, call ``on_exception`` of callbacks and strategy, return the error to raise.
 
     Calls the end hooks of the strategy that are left and closes the loggers as failed; an error in one is logged.
@@ -458,7 +458,7 @@ def is_interruption(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt | SystemExit) or bool(getattr(error, "stop_signal", None))
 
 
-def tear_down_hooks(run: Run, fn: str, *, failed: bool = False) -> None:
+def tear_down_hooks(run: RunState, fn: str, *, failed: bool = False) -> None:
     """Call every ``teardown``; the first error is raised at the end, unless the run has ``failed`` with another."""
     module = run.module
     calls: list[tuple[Any, Callable[[Any, str], Any], tuple[Any, ...]]] = [

@@ -43,7 +43,7 @@ class RunOutput:
     """The ids of loggers of which one failed call was named."""
     is_trial: bool
 
-    if TYPE_CHECKING:  # of Run
+    if TYPE_CHECKING:  # of RunState
 
         @property
         def is_global_zero(self) -> bool: ...

@@ -24,10 +24,10 @@ from torchhal.report._metrics import CSV_FILE
 from torchhal.trainer._run_part import RunPart
 from torchhal.trainer._settings import RunSettings, Setting
 from torchhal.trainer.profilers import Profiler
-from torchhal.trainer.run import Run
+from torchhal.trainer.run_state import RunState
 
 
-class RunRecord(RunPart[Run]):
+class RunRecord(RunPart[RunState]):
     """The record of one fit, on rank 0; written when it begins, when it is set up and when it ends.
 
     A fit that continues in the same folder adds itself to those before. Nothing is recorded of an evaluation, of a fit
@@ -39,7 +39,7 @@ class RunRecord(RunPart[Run]):
         fn: the call of the Trainer.
     """
 
-    def __init__(self, run: Run, fn: str) -> None:
+    def __init__(self, run: RunState, fn: str) -> None:
         super().__init__(run)
         self._began = time.time()
         self._fits: list[dict[str, Any]] = []
@@ -155,7 +155,7 @@ def _count_rows(folder: str) -> int:
         return 0
 
 
-def peak_memory(run: Run) -> dict[str, Any]:
+def peak_memory(run: RunState) -> dict[str, Any]:
     """Return the greatest memory of this process so far, in bytes: the host's, and the device's where it is counted."""
     strategy = run.strategy
     found: dict[str, Any] = {"rank": strategy.global_rank, "device": str(strategy.root_device)}
@@ -171,14 +171,14 @@ def peak_memory(run: Run) -> dict[str, Any]:
     return found
 
 
-def gather_peak_memory(run: Run) -> None:
+def gather_peak_memory(run: RunState) -> None:
     """Gather :func:`peak_memory` of every rank, for the record. Every rank must call."""
     if run.keeps_record:
         mine = peak_memory(run)
         run.peak_memory = [mine] if run.world_size == 1 else run.strategy.all_gather_object(mine)
 
 
-def versions(run: Run) -> dict[str, str]:
+def versions(run: RunState) -> dict[str, str]:
     """Return the versions of Python, torch, torchhal and the packages that the run's components come from."""
     found = {
         "python": platform.python_version(),

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchhal.trainer.run import Run
+    from torchhal.trainer.run_state import RunState
 
 
-def announce_start(run: Run, fn: str) -> None:
+def announce_start(run: RunState, fn: str) -> None:
     """Before anything is set up: the chosen parts; of an evaluation only if this Trainer hasn't named them yet."""
     parts = describe_parts(run)
     if fn == "fit" or parts not in run.said:
@@ -17,7 +17,7 @@ def announce_start(run: Run, fn: str) -> None:
         run.announce(f"{_name(run, fn)} with {parts}")
 
 
-def describe_parts(run: Run) -> str:
+def describe_parts(run: RunState) -> str:
     plan, count = run.plan, run.world_size
     chosen = {
         "accelerator": plan.accelerator.alias,
@@ -31,7 +31,7 @@ def describe_parts(run: Run) -> str:
     return ", ".join([*(f"{name}={choice}" for name, choice in chosen.items()), processes])
 
 
-def announce_checkpoint(run: Run, fn: str, checkpoint: Mapping[str, Any]) -> None:
+def announce_checkpoint(run: RunState, fn: str, checkpoint: Mapping[str, Any]) -> None:
     """After it was loaded: the file, and the progress of the run that wrote it."""
     path, loop = run.ckpt_path, run.progress
     if fn == "fit":
@@ -42,7 +42,7 @@ def announce_checkpoint(run: Run, fn: str, checkpoint: Mapping[str, Any]) -> Non
         run.announce(f"{_name(run, fn)} uses the weights of {path!r}: {where}")
 
 
-def announce_end(run: Run, why: str) -> None:
+def announce_end(run: RunState, why: str) -> None:
     """When a fit is over, with all it keeps on the disk."""
     kept = []
     if run.log_dir is not None:
@@ -54,5 +54,5 @@ def announce_end(run: Run, why: str) -> None:
     run.announce(f"{_name(run, 'fit')} ended at step {run.global_step}: {'; '.join([why, *kept])}")
 
 
-def _name(run: Run, fn: str) -> str:
+def _name(run: RunState, fn: str) -> str:
     return "run" if run.by_hand else fn

@@ -14,7 +14,7 @@ from torchhal.cluster import ClusterEnvironment
 from torchhal.cluster._job import Job, current_job
 from torchhal.errors import TorchhalError
 from torchhal.trainer import _checkpointing as checkpointing
-from torchhal.trainer.run import Run
+from torchhal.trainer.run_state import RunState
 
 _REQUEUE_TIMEOUT = timedelta(minutes=5)
 
@@ -23,7 +23,7 @@ _STOPPING = "torchhal: stopping after this step; press Ctrl-C again to stop at o
 _STOPPING_SEARCH = "torchhal: stopping the search after this step; press Ctrl-C again to stop at once"
 
 
-def job_of(run: Run) -> ClusterEnvironment | Job:
+def job_of(run: RunState) -> ClusterEnvironment | Job:
     """Return the environment or job whose signals announce the end of this run, and which may requeue it.
 
     A strategy of one process has no environment, and may be in a scheduler's job all the same.
@@ -32,7 +32,7 @@ def job_of(run: Run) -> ClusterEnvironment | Job:
     return current_job() if environment is None else environment
 
 
-def stopping_notice(run: Run) -> str:
+def stopping_notice(run: RunState) -> str:
     """Return the message for the first Ctrl-C, on a separate line.
 
     A progress bar has not ended its line, nor has the terminal that shows ``^C``.
@@ -42,7 +42,7 @@ def stopping_notice(run: Run) -> str:
     return (line_break or ("\n" if os.isatty(2) else "")) + (_STOPPING_SEARCH if run.is_trial else _STOPPING)
 
 
-def save_interrupted(run: Run, signum: int) -> None:
+def save_interrupted(run: RunState, signum: int) -> None:
     try:
         for callback in run.checkpoint_callbacks:
             callback.save_interrupted(run.trainer)
@@ -57,7 +57,7 @@ def save_interrupted(run: Run, signum: int) -> None:
         raise
 
 
-def log_stop(run: Run, fn: str, signum: int, *, begun: bool = True, left: int | None = None) -> None:
+def log_stop(run: RunState, fn: str, signum: int, *, begun: bool = True, left: int | None = None) -> None:
     """Log one line on where a signal stopped the job, in its steps or before it had ``begun`` them.
 
     ``left``: the rank that left at once, so that nothing could be saved; None where all stopped together.
@@ -76,13 +76,13 @@ def log_stop(run: Run, fn: str, signum: int, *, begun: bool = True, left: int | 
     run.print(f"torchhal: {'run' if run.by_hand else fn} stopped on {name} {at}", file=sys.stderr)
 
 
-def set_hang_folder(run: Run, folder: str) -> None:
+def set_hang_folder(run: RunState, folder: str) -> None:
     """Set the folder for the dumps of hanging ranks; a remote folder would be too slow."""
     if not is_url(folder):
         run.strategy.watch.hang.run_folder = folder
 
 
-def requeue(run: Run, ckpt_path: Any, signum: int) -> None:
+def requeue(run: RunState, ckpt_path: Any, signum: int) -> None:
     """Let the scheduler requeue the job, if its next start continues from here."""
     job = job_of(run)
     if run.is_global_zero:

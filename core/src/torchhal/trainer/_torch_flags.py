@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from torchhal.trainer.run import Run
+from torchhal.trainer.run_state import RunState
 
 
 def save_torch_flags() -> Callable[[], None]:
@@ -24,7 +24,7 @@ def save_torch_flags() -> Callable[[], None]:
     return restore
 
 
-def set_torch_flags(run: Run) -> None:
+def set_torch_flags(run: RunState) -> None:
     """Set torch's global switches to the run's settings."""
     if run.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=run.deterministic == "warn")

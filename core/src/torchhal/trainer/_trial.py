@@ -19,7 +19,7 @@ from torchhal.trainer._settings import RunSettings, Setting
 from torchhal.trainer.logging._standard_streams import lossy_streams
 from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
 from torchhal.trainer.loops._fit_loop import FitLoop
-from torchhal.trainer.run import Run
+from torchhal.trainer.run_state import RunState
 
 _QUIET: dict[str, Any] = {
     "fast_dev_run": False,
@@ -136,7 +136,7 @@ def unused_copy(plan: Plan) -> Plan:
     )
 
 
-def keep_unused(run: Run) -> None:
+def keep_unused(run: RunState) -> None:
     """Keep a copy of the strategy before the first run, as most keep something of their last one."""
     if run.state.fn is None and run.unused is None and not run.is_trial:
         with suppress(ConfigurationError):  # raised when a trial is asked for

@@ -16,24 +16,25 @@ It is imported when a Trainer is given an object one of whose classes, or base c
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchhal._overrides import declares_hooks, implements
 from torchhal._saved_hyperparameters import HasHyperparameters
+from torchhal.lazy_names import lazy_names
 from torchhal.resolve import Request
 from torchhal.trainer._run_data import reload_data
 from torchhal.trainer._run_part import RunPart
 from torchhal.trainer.callbacks import ModelCheckpoint
 from torchhal.trainer.data._compound import CompoundLoader
 from torchhal.trainer.data._loaders import is_loader
-from torchhal.trainer.run import Run
+from torchhal.trainer.run_state import RunState
 
 __all__ = [
     "CompoundLoader",
     "HasHyperparameters",
     "ModelAdapter",
     "Request",
-    "Run",
+    "RunState",
     "declares_hooks",
     "implements",
     "is_loader",
@@ -41,8 +42,11 @@ __all__ = [
     "run_of",
 ]
 
+if not TYPE_CHECKING:  # a type checker would accept any name
+    __getattr__, __dir__ = lazy_names(__name__, {}, renamed={"Run": "RunState"})
 
-class ModelAdapter(RunPart[Run]):
+
+class ModelAdapter(RunPart[RunState]):
     """Gives the objects of one framework what they expect of a Trainer. A Trainer has one object of each class.
 
     The constructor marks the framework's base classes with :func:`declares_hooks`, so that hooks, steps and loaders
@@ -192,11 +196,11 @@ class ModelAdapter(RunPart[Run]):
         return with_own_trainer
 
 
-def run_of(trainer: Any) -> Run:
+def run_of(trainer: Any) -> RunState:
     """Return the state that a Trainer works on.
 
     Args:
         trainer: a :class:`torchhal.Trainer`.
     """
-    run: Run = trainer._run
+    run: RunState = trainer._run
     return run

@@ -41,7 +41,7 @@ from torchhal.trainer.loggers import Logger
 from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
 from torchhal.trainer.loops._fit_loop import FitLoop
 from torchhal.trainer.profilers import Profiler
-from torchhal.trainer.run import Run
+from torchhal.trainer.run_state import RunState
 
 _log = logging.getLogger("torchhal")
 
@@ -256,7 +256,7 @@ class Trainer(TrainerProperties):
 
         def __getattr__(self, name: str) -> Any:
             if name == "_run":  # made at the first use: a subclass may set attributes before super().__init__()
-                run = vars(self)["_run"] = Run()
+                run = vars(self)["_run"] = RunState()
                 run.trainer = self
                 return run
             if hasattr(type(self), name):  # a property raised AttributeError, and Python has dropped it

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torchhal.trainer.adapters import Run, run_of
+from torchhal.trainer.adapters import RunState, run_of
 from torchhal_lightning._picklable import is_picklable
 from torchhal_lightning._trainer_view import VIEWS, TrainerView
 
@@ -37,7 +37,7 @@ class CarriedFacade:
     def __setstate__(self, state: Any) -> None:
         self._facade, self._arrived = _nothing, state
 
-    def of(self, run: Run) -> TrainerView | None:
+    def of(self, run: RunState) -> TrainerView | None:
         """Return the facade of ``run``, made again in a process that it has come to; None where it is gone.
 
         None for a trial's run too: the facade is that of the Trainer for which the trial is made.

@@ -10,7 +10,7 @@ from typing import Any
 from torchhal import rng, tuning
 from torchhal.errors import ConfigurationError
 from torchhal.strategies import DDPStrategy, SingleDeviceStrategy
-from torchhal.trainer.adapters import Run, reload_data
+from torchhal.trainer.adapters import RunState, reload_data
 from torchhal_lightning import _trees as trees
 from torchhal_lightning._hyperparameter_fields import check_field
 from torchhal_lightning.tuner import (
@@ -42,7 +42,7 @@ class Finders:
         run: whose callbacks they are.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunState) -> None:
         self._run = run
         self._given: list[tuple[Any, str]] = []
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torchhal import rng
 from torchhal.errors import CheckpointCorruptError
-from torchhal.trainer.adapters import Run
+from torchhal.trainer.adapters import RunState
 from torchhal_lightning import _trees as trees
 
 VERSION = "pytorch-lightning_version"
@@ -19,7 +19,7 @@ def is_lightnings(checkpoint: dict[str, Any]) -> bool:
     return VERSION in checkpoint and "torchhal_format" not in checkpoint
 
 
-def from_lightning(checkpoint: dict[str, Any], run: Run, path: str) -> dict[str, Any]:
+def from_lightning(checkpoint: dict[str, Any], run: RunState, path: str) -> dict[str, Any]:
     """Return the same state in torchhal's format: weights, optimizers, schedulers, callbacks, scaler and counters.
 
     Lightning saves neither the random-number generators nor the position in a shuffled epoch: a checkpoint from inside

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchhal.trainer.adapters import Run
+from torchhal.trainer.adapters import RunState
 from torchhal_lightning._errors import LoggedValueError
 from torchhal_lightning._loop_views import batches_that_stepped
 
@@ -20,7 +20,7 @@ class Log:
         run: in which it logs.
     """
 
-    def __init__(self, module: Any, run: Run) -> None:
+    def __init__(self, module: Any, run: RunState) -> None:
         self._module = module
         self._run = run
 
@@ -65,7 +65,7 @@ def _log_of(module: Any) -> Any:
 class ResultsView:
     """``trainer._results``, for modules with a ``log`` of their own around Lightning's."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunState) -> None:
         self._run = run
 
     @property
@@ -102,7 +102,7 @@ class LoggerConnectorView:
 
     _current_fx: str | None = None
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunState) -> None:
         self._run = run
 
     def should_reset_tensors(self, fx: str) -> bool:

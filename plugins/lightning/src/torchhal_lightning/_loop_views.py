@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from torchhal.trainer.adapters import Run, implements
+from torchhal.trainer.adapters import RunState, implements
 
 
 class Counts:
@@ -49,9 +49,9 @@ def progress_of(owner: Any, current: str, total: str | None = None, **more: Any)
 class FitLoopView:
     """``trainer.fit_loop``; what isn't named here is torchhal's loop's own."""
 
-    _run: Run
+    _run: RunState
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunState) -> None:
         object.__setattr__(self, "_run", run)
 
     def __getattr__(self, name: str) -> Any:
@@ -113,9 +113,9 @@ class FitLoopView:
 class EpochLoopView:
     """``trainer.fit_loop.epoch_loop``."""
 
-    _run: Run
+    _run: RunState
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunState) -> None:
         object.__setattr__(self, "_run", run)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -194,7 +194,7 @@ class EvaluationLoopView:
         fn: "validate", "test" or "predict".
     """
 
-    def __init__(self, run: Run, fn: str) -> None:
+    def __init__(self, run: RunState, fn: str) -> None:
         self._run = run
         self._fn = fn
 
@@ -209,7 +209,7 @@ class EvaluationLoopView:
         return progress_of(self, "batches_done")
 
 
-def batches_that_stepped(run: Run) -> int:
+def batches_that_stepped(run: RunState) -> int:
     """Return the batches after which optimizers have stepped, by which Lightning counts what it logs."""
     steps: int = run.global_step
     return steps if getattr(run.module, "automatic_optimization", True) else run.progress.total_batches

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import BatchSampler
 
 from torchhal.pytree import move_to_device
-from torchhal.trainer.adapters import Run
+from torchhal.trainer.adapters import RunState
 from torchhal_lightning._loop_views import EvaluationLoopView
 
 _IN_ORDER = ("SequentialSampler", "EvaluationSampler")
@@ -25,7 +25,7 @@ class PredictLoopView(EvaluationLoopView):
         run: that predicts.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunState) -> None:
         super().__init__(run, "predict")
         self.returned: list[Any] | None = None
         """What the last call returned."""

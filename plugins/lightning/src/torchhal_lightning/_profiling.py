@@ -8,7 +8,7 @@ from weakref import proxy
 
 import torchhal
 from torchhal.errors import ConfigurationError
-from torchhal.trainer.adapters import Run, implements
+from torchhal.trainer.adapters import RunState, implements
 from torchhal_lightning import _trees as trees
 
 _WORDS = {
@@ -46,7 +46,7 @@ class Profiling:
         profiler: with ``start``, ``stop``, ``profile``, ``setup``, ``describe`` and ``teardown``.
     """
 
-    def __init__(self, run: Run, profiler: Any) -> None:
+    def __init__(self, run: RunState, profiler: Any) -> None:
         self._run = run
         self._profiler = profiler
         self._timed_steps: list[str] = []

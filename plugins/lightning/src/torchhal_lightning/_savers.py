@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 import torchhal
-from torchhal.trainer.adapters import Run
+from torchhal.trainer.adapters import RunState
 
 
 class SaverBeside(torchhal.ModelCheckpoint):
@@ -18,7 +18,7 @@ class SaverBeside(torchhal.ModelCheckpoint):
         run: of the Trainer.
     """
 
-    def __init__(self, theirs: Any, run: Run) -> None:
+    def __init__(self, theirs: Any, run: RunState) -> None:
         super().__init__(_folder(theirs, run), every_n_epochs=0)
         self.theirs = theirs
 
@@ -36,7 +36,7 @@ class SaverBeside(torchhal.ModelCheckpoint):
         return [folder, *sorted({*others} - {folder}, key=os.path.getmtime, reverse=True)]
 
 
-def _folder(theirs: Any, run: Run) -> str:
+def _folder(theirs: Any, run: RunState) -> str:
     """Return where a ModelCheckpoint of Lightning's saves, as it finds out in its ``setup``."""
     if theirs.dirpath is not None:
         return str(os.fspath(theirs.dirpath))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchhal.trainer.adapters import Run
+from torchhal.trainer.adapters import RunState
 from torchhal_lightning import _trees as trees
 from torchhal_lightning._foreign_parts import WrappedCheckpointIO
 from torchhal_lightning._translated_parts import ACCELERATORS
@@ -40,7 +40,7 @@ def _passing_for(package: str, name: str | None) -> type | None:
 class AcceleratorView:
     """``trainer.accelerator``; what isn't named here is the accelerator's own."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunState) -> None:
         self._run = run
 
     def __getattr__(self, name: str) -> Any:
@@ -65,7 +65,7 @@ class AcceleratorView:
 class StrategyView:
     """``trainer.strategy``; what isn't named here is the strategy's own."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunState) -> None:
         object.__setattr__(self, "_run", run)
 
     def __getattr__(self, name: str) -> Any:
@@ -125,7 +125,7 @@ class StrategyView:
 class PrecisionView:
     """``trainer.precision_plugin``; what isn't named here is the precision's own."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunState) -> None:
         self._run = run
 
     def __getattr__(self, name: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from torchhal.trainer.adapters import Run, implements
+from torchhal.trainer.adapters import RunState, implements
 from torchhal_lightning import _trees as trees
 from torchhal_lightning._combined_loaders import CombinedBatches
 from torchhal_lightning._logging import LoggerConnectorView, ResultsView
@@ -31,7 +31,7 @@ class TrainerView:
     profiler: Any = None
     enable_autolog_hparams = True
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunState) -> None:
         self._run = run
         self._kept = run.trainer
         """As a module keeps its Trainer under Lightning, also when nobody else does."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchhal.trainer.adapters import Run
+from torchhal.trainer.adapters import RunState
 
 
 class Word(str):
@@ -30,7 +30,7 @@ class Word(str):
 class StateView:
     """``trainer.state``: function, stage and status of the current call."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunState) -> None:
         self._run = run
 
     @property

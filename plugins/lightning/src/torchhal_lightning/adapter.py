@@ -9,7 +9,7 @@ import torch
 
 import torchhal
 from torchhal.errors import ModelError
-from torchhal.trainer.adapters import ModelAdapter, Request, Run, declares_hooks, implements
+from torchhal.trainer.adapters import ModelAdapter, Request, RunState, declares_hooks, implements
 from torchhal.trainer.callbacks import PredictionWriter
 from torchhal_lightning import _trees as trees
 from torchhal_lightning._carried_facade import CarriedFacade
@@ -48,7 +48,7 @@ class LightningAdapter(ModelAdapter):
     exhausts_samplers = False
     validates_when_stopped = True
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunState) -> None:
         super().__init__(run)
         self._view: TrainerView | None = None
         self._attributes: dict[str, Any] | None = None

@@ -9,7 +9,7 @@ from torchhal.trainer._state import TrainerState
 
 
 class DataContext(Protocol):
-    """The attributes of a :class:`~torchhal.trainer.run.Run` on which its data depend."""
+    """The attributes of a :class:`~torchhal.trainer.run_state.RunState` on which its data depend."""
 
     @property
     def strategy(self) -> Strategy: ...

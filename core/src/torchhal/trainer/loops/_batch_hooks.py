@@ -11,12 +11,12 @@ import torch
 from torchhal._overrides import overrides
 from torchhal.pytree import map_tensors
 from torchhal.strategies import Strategy
-from torchhal.trainer.run import Run
+from torchhal.trainer.run_state import RunState
 
 START, END = "on_train_batch_start", "on_train_batch_end"
 
 
-def train_batch_start(run: Run) -> Callable[[Any, int], bool] | None:
+def train_batch_start(run: RunState) -> Callable[[Any, int], bool] | None:
     """Return ``start(batch, batch_idx)``, which calls the hooks before a training batch; None if there are none.
 
     It returns whether the module's hook ends the epoch, which leaves the strategy's out.
@@ -45,7 +45,7 @@ def train_batch_start(run: Run) -> Callable[[Any, int], bool] | None:
     return start
 
 
-def train_batch_end(run: Run) -> Callable[[Any, Any, int], None] | None:
+def train_batch_end(run: RunState) -> Callable[[Any, Any, int], None] | None:
     """Return ``end(output, batch, batch_idx)``, which calls the hooks after a training batch; None if there are none.
 
     The hooks receive the output without its graph.
@@ -57,7 +57,7 @@ def train_batch_end(run: Run) -> Callable[[Any, Any, int], None] | None:
     return lambda output, batch, batch_idx: call(without_graph(output), batch, batch_idx)
 
 
-def evaluation_batch_hooks(run: Run, stage: str, word: str) -> tuple[Callable[..., None] | None, ...]:
+def evaluation_batch_hooks(run: RunState, stage: str, word: str) -> tuple[Callable[..., None] | None, ...]:
     """Return the functions that call the hooks before and after a batch of an evaluation, each None without any.
 
     Args:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchhal.trainer.run import Run
+from torchhal.trainer.run_state import RunState
 
 
-def call_epoch_end(run: Run, name: str, before_monitors: Callable[[], None] | None = None) -> None:
+def call_epoch_end(run: RunState, name: str, before_monitors: Callable[[], None] | None = None) -> None:
     """Call epoch-end hooks: callbacks, the model, then, with all values final, the callbacks that monitor or save them.
 
     Args:

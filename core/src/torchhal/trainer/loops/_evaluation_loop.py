@@ -23,7 +23,7 @@ from torchhal.trainer.data._loaders import last_batch, loader_length, no_batch
 from torchhal.trainer.loops._batch_hooks import evaluation_batch_hooks
 from torchhal.trainer.loops._epoch_end import call_epoch_end
 from torchhal.trainer.loops._uneven_evaluation import UnevenEvaluation
-from torchhal.trainer.run import Run
+from torchhal.trainer.run_state import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +38,7 @@ _STAGES = {
 
 
 @contextmanager
-def evaluation_mode(run: Run, word: str) -> Iterator[None]:
+def evaluation_mode(run: RunState, word: str) -> Iterator[None]:
     """Put the model into evaluation mode without gradients; restore the mode of each submodule afterwards."""
     module: nn.Module = run.module
     modes = {name: child.training for name, child in module.named_modules()}
@@ -58,10 +58,10 @@ def evaluation_mode(run: Run, word: str) -> Iterator[None]:
             set_train()
 
 
-class EvaluationLoop(RunPart[Run]):
+class EvaluationLoop(RunPart[RunState]):
     """Runs one evaluation and leaves its metrics in the run's results."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunState) -> None:
         super().__init__(run)
         self.batch_idx = 0
         self.dataloader_idx = 0

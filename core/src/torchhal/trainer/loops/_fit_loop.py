@@ -30,10 +30,10 @@ from torchhal.trainer.loops._optimization import Optimization
 from torchhal.trainer.loops._schedulers import step_schedulers
 from torchhal.trainer.loops._stop_conditions import StopConditions
 from torchhal.trainer.loops._validation_schedule import AFTER_LAST_BATCH, ValidationSchedule
-from torchhal.trainer.run import Run
+from torchhal.trainer.run_state import RunState
 
 
-class FitLoop(RunPart[Run]):
+class FitLoop(RunPart[RunState]):
     """The loop over epochs and batches of a fit; what it counts is the run's :class:`.FitProgress`."""
 
     # What callbacks read, and strategies that take over the counters of others set.
@@ -53,7 +53,7 @@ class FitLoop(RunPart[Run]):
     elapsed_before = Forwarded[float]("progress")
     max_epochs = Forwarded[int | None]("run")
 
-    def __init__(self, run: Run, evaluation: EvaluationLoop) -> None:
+    def __init__(self, run: RunState, evaluation: EvaluationLoop) -> None:
         super().__init__(run)
         self.progress: FitProgress = run.progress
         self.evaluation = evaluation

@@ -18,7 +18,7 @@ from torchhal.trainer._call_signatures import adapt_step
 from torchhal.trainer._hooks import module_hook
 from torchhal.trainer._run_part import RunPart
 from torchhal.trainer._settings import refuse_by_hand
-from torchhal.trainer.run import Run
+from torchhal.trainer.run_state import RunState
 
 # Messages of errors of torch's autograd engine, which have no specific class.
 _FREED_GRAPH = "backward through the graph a second time"
@@ -92,13 +92,13 @@ def extract_loss(output: Any, model: str, source: str | None = None) -> torch.Te
     return loss
 
 
-class Optimization(RunPart[Run]):
+class Optimization(RunPart[RunState]):
     """One training step, set up once: which hooks run, what clips, whether gradients accumulate.
 
     :meth:`step` is called for every batch. ``update``: whether this batch ends an accumulation.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunState) -> None:
         super().__init__(run)
         module, strategy = run.module, run.strategy
         self.progress = run.progress

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from torchhal.errors import ConfigurationError
-from torchhal.trainer.run import Run
+from torchhal.trainer.run_state import RunState
 
 
-def step_schedulers(run: Run, interval: str, count: int, lr_scheduler_step: Callable[[Any, Any], Any] | None) -> None:
+def step_schedulers(
+    run: RunState, interval: str, count: int, lr_scheduler_step: Callable[[Any, Any], Any] | None
+) -> None:
     """Step the schedulers of this interval whose frequency divides ``count``."""
     for config in run.strategy.lr_scheduler_configs:
         if config.interval != interval or count % config.frequency:

@@ -8,17 +8,17 @@ from torchhal.trainer._progress import FitProgress
 from torchhal.trainer._run_part import RunPart
 from torchhal.trainer.callbacks import Callback
 from torchhal.trainer.loops._control_flow import StopOnSignal
-from torchhal.trainer.run import Run
+from torchhal.trainer.run_state import RunState
 
 # Reasons for a stop that ranks agree on as they do on a signal; no signal has a negative number.
 STOP_ASKED = -1
 OUT_OF_TIME = -2
 
 
-class StopConditions(RunPart[Run]):
+class StopConditions(RunPart[RunState]):
     """Conditions on which a fit ends; ranks agree on those that may hold on only some of them."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunState) -> None:
         super().__init__(run)
         self.progress: FitProgress = run.progress
         self.deadline: float | None = None

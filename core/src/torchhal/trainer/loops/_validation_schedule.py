@@ -9,7 +9,7 @@ from torchhal.trainer._progress import FitProgress
 from torchhal.trainer._run_part import RunPart
 from torchhal.trainer._shared_clock import SharedClock
 from torchhal.trainer.data._loaders import share_of
-from torchhal.trainer.run import Run
+from torchhal.trainer.run_state import RunState
 
 # Of a validation interval, which else is a number of batches.
 NEVER = 0
@@ -17,10 +17,10 @@ AFTER_LAST_BATCH = -1
 BY_TIME = -2
 
 
-class ValidationSchedule(RunPart[Run]):
+class ValidationSchedule(RunPart[RunState]):
     """The batches of a fit after which it validates, by ``val_check_interval`` and ``check_val_every_n_epoch``."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunState) -> None:
         super().__init__(run)
         self.progress: FitProgress = run.progress
         self._clock: SharedClock | None = None

@@ -22,10 +22,10 @@ from torchhal.trainer.callbacks._checkpoint_records import new_run_id
 from torchhal.trainer.data._sources import DataSources
 from torchhal.trainer.logging._logged_metrics import Results
 
-__all__ = ["Run"]
+__all__ = ["RunState"]
 
 
-class Run(RunSettings, RunOutput):
+class RunState(RunSettings, RunOutput):
     """State of the calls of one Trainer in one process: what is set up, what is running, and its progress.
 
     The Trainer makes it; the loops, the data, logging and checkpointing work on it. Only callbacks, the user's module
