@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_attention
 
-from torchhal import Trainer
+from torchhal import Callback, Trainer
 
 
 class Trained(nn.Module):
@@ -189,3 +189,36 @@ def measured_peak(name, strategy, devices, **options):
     )  # fmt: skip
     trainer.fit(model, loader(model))
     return module.max_memory_allocated() - before
+
+
+def planned_run(name, devices, limit, steps=3, **options):
+    """Train by ``strategy="auto"`` on devices of ``limit`` bytes; return the decision, the peak and the model."""
+    import torchhal_simulator
+
+    torchhal_simulator.load()
+    with torchhal_simulator.simulate(devices=devices, memory=limit):
+        torch.manual_seed(0)
+        module = torch.get_device_module("sim")
+        gc.collect()
+        model = MODELS[name]()
+        trainer = Trainer(
+            accelerator="sim", devices=devices, max_steps=steps, use_distributed_sampler=False, **QUIET, **options
+        )
+        seen = []
+        trainer.callbacks.append(PeakOf(module, seen))
+        trainer.fit(model, loader(model))
+        return trainer._run.auto.decision, seen[0], model
+
+
+class PeakOf(Callback):
+    """Measures the device's peak from the set-up to the end of the training."""
+
+    def __init__(self, module, seen):
+        self.module, self.seen = module, seen
+
+    def setup(self, trainer, module, stage):
+        self.before = self.module.memory_allocated()
+        self.module.reset_peak_memory_stats()
+
+    def on_train_end(self, trainer, module):
+        self.seen.append(self.module.max_memory_allocated() - self.before)

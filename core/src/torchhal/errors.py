@@ -15,6 +15,7 @@
     ├── ModelError                       (TypeError) the user's module or data lacks something, or returned nonsense
     ├── AcceleratorUnavailableError      (RuntimeError) the hardware was requested by name and isn't there
     ├── FakeStepError                    (RuntimeError) a training step that can't run without values
+    ├── InsufficientMemoryError          (RuntimeError) no strategy makes a training step fit into memory
     ├── LaunchError                      (RuntimeError) the processes could not be started
     ├── DistributedError                 (RuntimeError) processes that should act together don't
     │   ├── RankFailedError              another rank failed first; carries its rank and traceback
@@ -49,6 +50,7 @@ __all__ = [
     "DistributedError",
     "FakeStepError",
     "IncompatiblePluginError",
+    "InsufficientMemoryError",
     "LaunchError",
     "ModelError",
     "NonFiniteLossError",
@@ -144,6 +146,13 @@ class FakeStepError(TorchhalError, RuntimeError):
     """A training step can't run on fake tensors, which have shapes and no values; the message has the reason.
 
     Such as ``.item()``, boolean masks, parameters without a shape, or an optimizer that reads its tensors.
+
+    .. versionadded:: 0.2
+    """
+
+
+class InsufficientMemoryError(TorchhalError, RuntimeError):
+    """No strategy makes a training step fit into the memory of the devices; the message says how much is missing.
 
     .. versionadded:: 0.2
     """

@@ -19,6 +19,7 @@ __all__ = [
     "HOOKS",
     "KINDS",
     "Availability",
+    "Candidate",
     "Component",
     "hookimpl",
 ]
@@ -80,6 +81,38 @@ class Availability:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A form of a strategy that ``strategy="auto"`` may choose, if the training fits into memory with it.
+
+    Args:
+        cost: its place among the candidates of all strategies, which are tried from the lowest on: what it costs in
+            time, compared with those of core: 0 is one device, 10 is ddp.
+        options: keyword arguments for the constructor, beside the component's defaults.
+        recomputes: it computes activations once more instead of keeping them, and is tried only where these decide.
+        splits_batches: it computes a batch in parts, and is not tried for a model whose batch norms would see them.
+        multiple_of: the number of processes that it needs, or a multiple of it; with others it is left out.
+
+    .. versionadded:: 0.2
+    """
+
+    cost: float
+    options: Mapping[str, Any] = field(default_factory=dict)
+    recomputes: bool = False
+    splits_batches: bool = False
+    multiple_of: int = 1
+
+    def problem(self) -> str | None:
+        """Return the reason why this record can't be used, or None when it is valid."""
+        if isinstance(self.cost, bool) or not isinstance(self.cost, int | float) or not 0 <= self.cost < 1e9:
+            return f"the 'cost' of a candidate must be a number from 0 (got {self.cost!r})"
+        if not isinstance(self.options, Mapping) or not all(isinstance(key, str) for key in self.options):
+            return f"the 'options' of a candidate must be a mapping of keyword arguments (got {self.options!r})"
+        if isinstance(self.multiple_of, bool) or not isinstance(self.multiple_of, int) or self.multiple_of < 1:
+            return f"'multiple_of' of a candidate must be an int of at least 1 (got {self.multiple_of!r})"
+        return None
+
+
+@dataclass(frozen=True)
 class Component:
     """One part that a plugin provides, described without importing it.
 
@@ -92,6 +125,7 @@ class Component:
         requires: top-level modules of the vendor's SDK; a missing one makes the part unavailable with its
             name as the reason. A tuple, not a string.
         aliases: other names for the same part, under the same rule. A tuple, not a string.
+        candidates: of a strategy, the forms in which ``strategy="auto"`` may choose it; none by default. A tuple.
 
     A wrong value makes this component unusable, with the reason from :meth:`problem`; it never costs the
     plugin its other components, so nothing is raised here.
@@ -103,6 +137,7 @@ class Component:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     requires: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
 
     def problem(self, kind: str) -> str | None:
         """Return the reason why this record can't be used as a ``kind``, or None when it is valid."""
@@ -125,7 +160,15 @@ class Component:
         for other in self.aliases:
             if reason := alias_problem(other, kind):
                 return reason
-        return None
+        return self._problem_of_candidates(kind)
+
+    def _problem_of_candidates(self, kind: str) -> str | None:
+        given: object = self.candidates
+        if not isinstance(given, tuple) or not all(isinstance(item, Candidate) for item in given):
+            return f"'candidates' must be a tuple of Candidate (got {given!r})"
+        if given and kind != "strategy":
+            return f"'candidates' are forms of a strategy, and this is a {kind.replace('_', ' ')}"
+        return next(filter(None, (candidate.problem() for candidate in self.candidates)), None)
 
 
 def alias_problem(alias: object, kind: str) -> str | None:

@@ -56,6 +56,33 @@ class DeviceStatistics:
                 stats[key] = int(call_on_device(read, device))
         return stats
 
+    def memory_limit(self, device: torch.device) -> int | None:
+        """Return how many bytes this process may have on ``device``, those included that it has already.
+
+        ``strategy="auto"`` chooses by it. Called on a rank whose device is selected. By default what
+        ``torch.accelerator.get_memory_info`` says is free and what torch holds, or else the ``limit`` of
+        :meth:`memory_stats`.
+
+        Args:
+            device: of this rank.
+
+        Returns:
+            Bytes; None where that is not known.
+
+        Checks: ACC-72.
+
+        .. versionadded:: 0.2
+        """
+        try:
+            stats = self.memory_stats(device)
+            current = torch.accelerator.current_accelerator()
+            if current is None or current.type != device.type:
+                return stats.get("limit") or None
+            free, total = torch.accelerator.get_memory_info(device)
+        except (RuntimeError, NotImplementedError, AttributeError):
+            return None
+        return min(int(total), int(free) + stats.get("reserved", 0)) or None
+
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Return whether ``error`` says that there was too little memory, of the device or of the host.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from torchhal._text_table import format_table
 from torchhal.cli._model_options import MODEL_ARGS_HELP, find_model, parse_model_args
-from torchhal.cli._step_memory import MARGIN, MeasuredSteps, find_batch, parse_size, step_lines
+from torchhal.cli._step_memory import find_batch, parse_size, step_lines, step_row
 from torchhal.errors import ConfigurationError, ModelError, TorchhalError, UnsupportedCombinationError
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torchhal.memory_estimate import ModelMemory
     from torchhal.resolve import Plan, Request
     from torchhal.trainer import Trainer
+    from torchhal.trainer.planning._measured_steps import MeasuredSteps
 
 EPOCHS: Final = 10
 BATCHES: Final = 1000
@@ -69,25 +70,31 @@ def estimate(arguments: argparse.Namespace, request: Request, plan: Plan) -> dic
         plan: what it was resolved to.
     """
     from torchhal.memory_estimate import bytes_of
+    from torchhal.trainer.planning._choice import MARGIN
 
     memory = _measure(arguments, request, plan)
     steps = None if arguments.batch is None else _steps(arguments, request, plan, memory)
     limit = None if arguments.memory is None else parse_size(arguments.memory)
-    asked = not isinstance(arguments.strategy, str) or arguments.strategy.strip().lower() != "auto"
     strategy = plan.strategy
     composition = _composition(plan, strategy.value, plan.world_size)
-    rows = [_row(strategy.alias, strategy.value, memory, composition, steps, limit)] if asked else []
+    auto: dict[str, Any] = {}
+    if not request.is_auto_strategy:
+        rows = [_row(strategy.alias, strategy.value, memory, composition, steps, limit)]
+    else:
+        rows = list(_every(memory, plan, steps, limit))
+        if steps is not None and limit is not None:
+            rows, auto = _with_candidates(rows, request, plan, steps, limit)
     found: dict[str, Any] = {
         "model": arguments.model,
         "world_size": plan.world_size,
         "parameters": sum(p.parameter.numel() for p in memory.parameters),
         "bytes": sum(bytes_of(p.parameter) for p in memory.parameters),
-        "strategies": rows or list(_every(memory, plan, steps, limit)),
+        "strategies": rows,
     }
     if steps is not None:
         found |= {"batch": arguments.batch, "batch_bytes": steps.batch_bytes}
     if limit is not None:
-        found |= {"limit": limit, "margin": MARGIN}
+        found |= {"limit": limit, "margin": MARGIN, **auto}
     return found
 
 
@@ -180,7 +187,45 @@ def _steps(arguments: argparse.Namespace, request: Request, plan: Plan, memory: 
         trainer.module = module = plan.precision.value.convert_module(built)
         return module, configure_optimizers(module)[0]
 
-    return MeasuredSteps(memory, find_batch(arguments.batch), plan, make)
+    from torchhal.trainer.planning._measured_steps import MeasuredSteps
+
+    return MeasuredSteps(
+        memory,
+        find_batch(arguments.batch),
+        accelerator=plan.accelerator.value,
+        device=plan.devices[0],
+        precision=plan.precision.value,
+        make=make,
+    )
+
+
+def _with_candidates(
+    rows: list[dict[str, Any]], request: Request, plan: Plan, steps: MeasuredSteps, limit: int
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the rows with those of ``strategy="auto"`` first, in their order, and what it would take."""
+    from torchhal.resolve._options import strategy_options
+    from torchhal.trainer.planning._choice import candidates, choose
+    from torchhal.trainer.planning._measured_steps import Measured
+
+    found = list(candidates(strategy_options(plan, request), steps, plan.world_size))
+    first: list[dict[str, Any]] = []
+    for candidacy in found:
+        if candidacy.phases is None or candidacy.step is None:
+            first.append({"strategy": candidacy.name, "reason": candidacy.reason})
+            continue
+        strategy = candidacy.strategy
+        estimate = strategy.memory_per_rank(steps.memory, plan.world_size).to_dict()
+        measured = Measured(candidacy.phases, candidacy.step)
+        first.append({"strategy": candidacy.name, **estimate, **step_row(measured, limit)})
+    aliases = {row["strategy"] for row in rows}
+    choice = choose(found, limit)
+    auto = {"strategy": choice.chosen.name, "fits": choice.fits, "reason": choice.reason()}
+    possible = [row for row in first if "reason" not in row]
+    refused = [row for row in first if "reason" in row and row["strategy"] not in aliases]
+    measured = {row["strategy"] for row in possible}
+    others = [row for row in rows if row["strategy"] not in measured]
+    ends = [row for row in others if "reason" in row]
+    return [*possible, *(row for row in others if "reason" not in row), *refused, *ends], {"auto": auto}
 
 
 def _every(memory: ModelMemory, plan: Plan, steps: MeasuredSteps | None, limit: int | None) -> Iterator[dict[str, Any]]:
@@ -253,6 +298,6 @@ def _row(
     try:
         check_fit("strategy", strategy, composition)
         row = {"strategy": alias, **strategy.memory_per_rank(memory, composition.world_size).to_dict()}
-        return row if steps is None else row | steps.row(strategy, composition.world_size, limit)
+        return row if steps is None else row | step_row(steps.measure(strategy, composition.world_size), limit)
     except TorchhalError as error:
         return {"strategy": alias, "reason": " ".join(str(error).split())}

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from torchhal._text_table import format_table
 from torchhal.cli._model_options import find_object
-from torchhal.errors import ConfigurationError, FakeStepError, TorchhalError
+from torchhal.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from torchhal.memory_estimate import ModelMemory
-    from torchhal.resolve import Plan
-    from torchhal.step_memory import StepMemory
-
-MARGIN: Final = 0.12
-"""Share of the predicted peak that has to be free beside it: workspaces of kernels, fragments, libraries."""
+    from torchhal.trainer.planning._measured_steps import Measured
 
 _UNITS: Final = {
     "": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
@@ -70,65 +63,18 @@ def _is_batch(found: Any) -> bool:
     return not callable(found) and not hasattr(found, "__iter__") and not hasattr(found, "__getitem__")
 
 
-class MeasuredSteps:
-    """The training step of a model, for each strategy measured as it needs it.
+def step_row(measured: Measured, limit: int | None) -> dict[str, Any]:
+    """Return what is added to a strategy's row: ``by_phase``, and with a limit ``fits`` and ``missing``."""
+    from torchhal.trainer.planning._choice import with_margin
 
-    First on fake tensors; where the step can't run so, by a real one on the plan's device; else not at all.
-
-    Args:
-        memory: sizes of the model.
-        batch: of one rank.
-        plan: whose device and precision are used.
-        make: returns the model with values, and its optimizers.
-    """
-
-    def __init__(self, memory: ModelMemory, batch: Any, plan: Plan, make: Callable[[], tuple[Any, Any]]) -> None:
-        import torch
-        from torch.utils._pytree import tree_leaves
-
-        from torchhal.memory_estimate import bytes_of
-        from torchhal.trainer._fake_step import FakeStep
-        from torchhal.trainer._real_step import RealStep
-
-        accelerator, precision = plan.accelerator.value, copy.deepcopy(plan.precision.value)
-        precision.setup(accelerator, plan.devices[0])
-        self._memory = memory
-        self._batch_bytes = sum(bytes_of(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
-        self._fake = FakeStep(
-            memory.module, memory.optimizers, batch, device_type=accelerator.device_type, precision=precision
-        )
-        self._real = RealStep(make, memory, batch, accelerator=accelerator, device=plan.devices[0], precision=precision)
-        self.batch_bytes = 0
-
-    def row(self, strategy: Any, world_size: int, limit: int | None) -> dict[str, Any]:
-        """Return what is added to a strategy's row: ``by_phase``, and with a limit ``fits`` and ``missing``."""
-        step = self._step(strategy, world_size)
-        self.batch_bytes = step.batch
-        phases = strategy.memory_by_phase(step, self._memory, world_size)
-        row: dict[str, Any] = {
-            "by_phase": phases.to_dict(), "activations": step.is_known, "measured_by": step.source,
-        }  # fmt: skip
-        if limit is not None:
-            needed = round(phases.peak * (1 + MARGIN))
-            row |= {"fits": needed <= limit if step.is_known else None, "missing": max(0, needed - limit)}
-        return row
-
-    def _step(self, strategy: Any, world_size: int) -> StepMemory:
-        from torchhal.step_memory import unknown_step
-
-        try:
-            return strategy.step_memory(self._fake, world_size)  # type: ignore[no-any-return]
-        except FakeStepError as error:
-            reason = " ".join(str(error).split())
-        try:
-            found: StepMemory = strategy.step_memory(self._real, world_size)
-        except TorchhalError as error:
-            reason = f"{reason}; {error}"
-            return unknown_step(self._memory, reason, batch=self._batch_bytes)
-        except Exception as error:
-            reason = f"{reason}; nor on the device ({type(error).__name__}: {error})"[:500]
-            return unknown_step(self._memory, reason, batch=self._batch_bytes)
-        return replace(found, note=f"{found.note}; {reason}")
+    phases, step = measured
+    row: dict[str, Any] = {
+        "by_phase": phases.to_dict(), "activations": step.is_known, "measured_by": step.source,
+    }  # fmt: skip
+    if limit is not None:
+        needed = with_margin(phases.peak)
+        row |= {"fits": needed <= limit if step.is_known else None, "missing": max(0, needed - limit)}
+    return row
 
 
 def step_lines(found: dict[str, Any]) -> Iterator[str]:
@@ -139,6 +85,8 @@ def step_lines(found: dict[str, Any]) -> Iterator[str]:
         f"{found['model']}: {found['parameters']} parameters, {format_bytes(found['bytes'])}; a training step with "
         f"{found['batch']} ({format_bytes(found['batch_bytes'])}) on each of {found['world_size']} rank(s):"
     )
+    from torchhal.trainer.planning._choice import MARGIN
+
     columns = ("forward", "backward", "optimizer", "save", "setup")
     limited = "limit" in found
     table: list[tuple[str, ...]] = [("strategy", *columns, "peak", "decided by", *(("fits",) if limited else ()))]
@@ -157,6 +105,10 @@ def step_lines(found: dict[str, Any]) -> Iterator[str]:
     yield from format_table(table, align="<>>>>>><" + ("<" if limited else ""))
     if limited:
         yield f"fits: the peak and {MARGIN:.0%} of it are at most {format_bytes(found['limit'])}"
+    if "auto" in found:
+        chosen = found["auto"]
+        said = "takes" if chosen["fits"] else "finds nothing that fits; least needs"
+        yield f"strategy='auto' {said} {chosen['strategy']}: {chosen['reason']}"
     for note, strategies in notes.items():
         yield f"{', '.join(strategies)}: {note}"
 

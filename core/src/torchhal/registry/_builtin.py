@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchhal.plugin import Component, hookimpl
+from torchhal.plugin import Candidate, Component, hookimpl
 
 _DDP = "torchhal.strategies.ddp:DDPStrategy"
 
@@ -63,6 +63,7 @@ def torchhal_strategies() -> list[Component]:
             "torchhal.strategies.single_device:SingleDeviceStrategy",
             summary="One process, one device",
             aliases=("none",),
+            candidates=(Candidate(0),),
         )
     ]
     for alias, summary, start in (
@@ -72,8 +73,15 @@ def torchhal_strategies() -> list[Component]:
         ("ddp_forkserver", "ddp in processes started by forkserver", {"start_method": "forkserver"}),
         ("ddp_notebook", "ddp from a notebook: processes started by fork", {"start_method": "fork"}),
     ):
+        views = Candidate(12, {"gradient_as_bucket_view": True})  # the gradients are in memory once, not twice
         components += [
-            Component(alias, _DDP, summary=summary, defaults=start),
+            Component(
+                alias,
+                _DDP,
+                summary=summary,
+                defaults=start,
+                candidates=(Candidate(10), views) if alias == "ddp" else (),
+            ),
             Component(
                 f"{alias}_find_unused_parameters_true",
                 _DDP,

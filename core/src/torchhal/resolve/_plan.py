@@ -28,6 +28,11 @@ class Request:
     precision: str | int | Mapping[str, Any] | Precision | type[Precision] | None = None
     plugins: Any = ()
 
+    @property
+    def is_auto_strategy(self) -> bool:
+        """Whether the choice of a strategy is left to torchhal."""
+        return isinstance(self.strategy, str) and self.strategy.strip().lower() == "auto"
+
 
 @dataclass(frozen=True)
 class ResolvedComponent:

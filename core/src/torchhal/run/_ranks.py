@@ -20,7 +20,6 @@ class RunRanks(ABC):
     """The ranks of a run, its counters, and the values that ranks exchange."""
 
     _state: RunState
-    _strategy: Strategy
     _batches: TrainingBatches | None
 
     def _partial_round(self) -> Evaluation | None:
@@ -52,6 +51,10 @@ class RunRanks(ABC):
     @abstractmethod
     def _ready(self) -> tuple[Calls, TrainingBatches]:
         """Return the parts of a run that is set up; ConfigurationError before and after."""
+
+    @property
+    def _strategy(self) -> Strategy:
+        return self._state.strategy
 
     @property
     def device(self) -> torch.device:

@@ -118,7 +118,6 @@ class Run(RunRanks):
             benchmark=benchmark,
         )
         self._state = self._trainer._run
-        self._strategy = self._trainer.strategy
         self._context: ExitStack | None = None
         """What ends the run; None before the set-up and after the end."""
         self._is_launched = False

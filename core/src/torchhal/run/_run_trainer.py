@@ -10,6 +10,7 @@ from torch import nn
 
 from torchhal.errors import CheckpointError, ConfigurationError, ModelError
 from torchhal.run._setup_objects import SetupObjects
+from torchhal.strategies._fused_optimizers import fuse, unfuse
 from torchhal.trainer import Trainer
 from torchhal.trainer import _trained_by as trained_by
 from torchhal.trainer._configure_optimizers import SchedulerConfig
@@ -115,6 +116,8 @@ class RunTrainer(Trainer):
         parameters = dict(run.module.named_parameters(remove_duplicate=False))
         for optimizer, groups in zip(found.optimizers, self._names, strict=True):
             replace_parameters(optimizer, groups, parameters, self.strategy.display_name)
+        if run.auto is not None and run.auto.fuses_optimizers:
+            fuse(found.optimizers)
         configs = [SchedulerConfig(scheduler=each, interval="step") for each in found.schedulers]
         run.trained_by = trained_by.describe(found.optimizers, configs, run.module)
         return list(found.optimizers), configs
@@ -125,6 +128,9 @@ class RunTrainer(Trainer):
         self.saved_objects.objects = {}
         if found is None:
             return
+        auto = self._run.auto
+        if auto is not None and auto.fuses_optimizers:
+            unfuse(found.optimizers)
         parameters = dict(found.module.named_parameters(remove_duplicate=False))
         for optimizer, groups in zip(found.optimizers, self._names, strict=True):
             changed = False

@@ -117,6 +117,7 @@ def _describe(run: RunState) -> dict[str, Any]:
         "precision": strategy.precision.alias,
         "world_size": strategy.world_size,
         "model": target_of(type(run.module)),
+        **({} if run.auto is None or run.auto.decision is None else {"auto": run.auto.decision}),
     }
 
 
@@ -343,6 +344,11 @@ def _last_folders(run: RunState) -> list[list[str]]:
 
 def _newest(run: RunState, folders: list[list[str]]) -> str | None:
     return max((paths[-1] for paths in folders), key=run.strategy.checkpoint_io.saved_ns, default=None)
+
+
+def newest_path(run: RunState) -> str | None:
+    """Return the newest checkpoint where the callbacks look for the last one, as this rank sees it; None for none."""
+    return _newest(run, _last_folders(run))
 
 
 def _folders(run: RunState) -> str:

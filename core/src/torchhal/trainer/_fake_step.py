@@ -19,6 +19,7 @@ from torchhal.precision import Precision
 from torchhal.pytree import map_tensors, moves_itself
 from torchhal.rng import host_generators_restored
 from torchhal.step_memory import StepMemory
+from torchhal.strategies._fused_optimizers import fuse
 from torchhal.strategies._optimizer_trials import copy_optimizer, without_step_hooks
 from torchhal.trainer._fake_copy import FakeCopy, copy_function
 from torchhal.trainer._memory_counter import MemoryCounter
@@ -37,6 +38,7 @@ class FakeStep:
         batch: one rank's batch, as its loader gives it.
         device_type: such as ``"cpu"``; one that torch can use here, of which nothing is allocated.
         precision: of the step, after its ``setup``.
+        fused: let the copies of the optimizers step by fused kernels, see :func:`.can_fuse`.
     """
 
     def __init__(
@@ -47,12 +49,14 @@ class FakeStep:
         *,
         device_type: str,
         precision: Precision | None = None,
+        fused: bool = False,
     ) -> None:
         self.module = module
         self.optimizers = list(optimizers)
         self.batch = batch
         self.device_type = device_type
         self.precision = Precision() if precision is None else precision
+        self.fused = fused
         self._measured: dict[bool | None, StepMemory] = {}
         """Of the model as it is, by ``foreach``."""
 
@@ -148,6 +152,8 @@ class FakeStep:
         if not all(parameter in copier.twins for parameter in held):
             raise FakeStepError(f"the {type(optimizer).__name__} holds tensors that are no parameters of the model")
         copied = copy_optimizer(optimizer, copier.twins)
+        if self.fused:
+            fuse([copied])
         for original, group in zip(optimizer.param_groups, copied.param_groups, strict=True):
             if group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = self._steps_by_foreach(original) if foreach is None else foreach

@@ -20,6 +20,7 @@ from torchhal.trainer._state import TrainerState
 from torchhal.trainer._stop_handling import log_stop
 from torchhal.trainer.logging._standard_streams import lossy_streams
 from torchhal.trainer.loops._fit_loop import FitLoop
+from torchhal.trainer.planning import _planning as planning
 from torchhal.trainer.run_state import RunState
 
 
@@ -82,12 +83,16 @@ def pack_worker_result(run: RunState, result: Any) -> dict[str, Any]:
         "callbacks": callback_states(run.callbacks),
         "callback_metrics": {name: value.cpu() for name, value in run.results.callback_metrics.items()},
         "status": run.state.status,
+        "decision": None if run.auto is None else run.auto.decision,
     }
 
 
 def apply_worker_result(run: RunState, answer: dict[str, Any]) -> Any:
     if hasattr(type(run.module), "trainer"):
         run.module.trainer = run.adapters.trainer_for(run.module)
+    if answer["decision"] is not None:
+        planning.keep_base(run)
+        planning.follow(run, answer["decision"], launched=False)
     run.strategy.connect(run.module)
     run.progress.load_state_dict(answer["loop"])
     run.log_dir, run.run_id = answer["log_dir"], answer["run_id"]

@@ -40,7 +40,10 @@ def choose_accumulation(run: RunState, data: TrainingData) -> None:
     fit, asked = run.progress, run.progress.asked_accumulate
     fit.batch_size = data.items_per_batch
     one = data_parallel_rank(run)[0] * fit.batch_size
-    fit.step_size = asked * one
+    planned = 1 if run.auto is None else run.auto.batches
+    fit.step_size = asked * one * planned
+    if planned > 1:
+        _accumulate(run, asked * planned)
     if (fit.counters_before.get("asked_accumulate"), fit.counters_before.get("batch_size")) == (asked, fit.batch_size):
         fit.step_size = fit.counters_before["step_size"]
         owned = {"owns_accumulation", "owns_step"} & set(run.strategy.features)
@@ -81,7 +84,8 @@ def _settle_accumulation(run: RunState) -> str:
             f"An optimizer step takes {now} {_items(fit)}, not {before} as before "
             f"(accumulate_grad_batches={fit.accumulate}); the learning rate is left alone. "
         )
-    if fit.accumulate != fit.asked_accumulate:
+    planned = 1 if run.auto is None else run.auto.batches
+    if fit.accumulate != fit.asked_accumulate * planned:
         return f"accumulate_grad_batches={fit.accumulate} keeps what an optimizer step takes as it was. "
     return ""
 

@@ -43,6 +43,7 @@ from torchhal.trainer.loggers.base import FolderLogger
 from torchhal.trainer.loops._control_flow import StopOnSignal
 from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
 from torchhal.trainer.loops._fit_loop import FitLoop
+from torchhal.trainer.planning import _planning as planning
 from torchhal.trainer.run_state import RunState
 
 _log = logging.getLogger("torchhal")
@@ -97,6 +98,8 @@ def executing(
         signals=(*DEFAULT_SIGNALS, *job.stop_signals),
         notice=(lambda: stopping_notice(run)) if run.is_global_zero else None,
     )
+    if plans := fn == "fit" and run.auto is not None and not run.is_trial:
+        planning.keep_base(run)
     failed = hooks_left = True
     record: RunRecord | None = None
     on_refusal = ExitStack()
@@ -115,6 +118,9 @@ def executing(
                     signals.raise_received()
                     run.strategy.setup_environment()
                     set_hang_folder(run, run.default_root_dir)
+                    if plans:
+                        planning.plan_strategy(run, ckpt_path)
+                        set_hang_folder(run, run.default_root_dir)
                     begin_call(run, loop, fn)
                     record = RunRecord(run, fn)
                     record.begin()

@@ -9,6 +9,7 @@ from torch import nn
 
 from torchhal.resolve import Plan
 from torchhal.strategies import Strategy
+from torchhal.trainer._auto_strategy import AutoStrategy
 from torchhal.trainer._frozen_parameters import FrozenParameters
 from torchhal.trainer._hooks import Hooks
 from torchhal.trainer._phases import Phases
@@ -64,6 +65,7 @@ class RunState(RunSettings, RunOutput):
         profiling: what measures the present fit; None without a profiler.
         unused: the plan with copies of the strategy and the precision from before the first run, for trials; else None.
         by_hand: True for a run that a loop of the user's own drives: the model's hooks are not called.
+        auto: the choice that ``strategy="auto"`` leaves; None where the strategy is given.
         is_trial: True for a run that tries out a setting in ranks that are started already: it announces nothing but,
             in one line, that a signal has stopped the search; and running out of memory in it is a finding rather than
             a failure to print.
@@ -105,6 +107,7 @@ class RunState(RunSettings, RunOutput):
         self.end_reason = ""
         self.profiling: Any = None  # a FitProfiling, which imports this module
         self.unused: Plan | None = None
+        self.auto: AutoStrategy | None = None
         self.is_trial = False
         self.by_hand = False
         self._trainer: Any = None
@@ -117,6 +120,12 @@ class RunState(RunSettings, RunOutput):
         self.results = Results(self.strategy)
         self.progress.accumulate = self.progress.asked_accumulate = self.accumulate_grad_batches
         self.settled = True
+
+    def replace_plan(self, plan: Plan) -> None:
+        """Take the components of another plan, before a run is set up; the strategy of before is torn down."""
+        self.plan = plan
+        self.strategy = plan.build()
+        self.results = Results(self.strategy)
 
     @property
     def current_hook(self) -> str | None:

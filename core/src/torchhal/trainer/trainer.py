@@ -24,8 +24,10 @@ from torchhal.precision import Precision
 from torchhal.registry._hints import ATTRIBUTES
 from torchhal.resolve import Request, check_fit, composition_of, resolve
 from torchhal.strategies import Strategy
+from torchhal.strategies._fused_optimizers import fuse
 from torchhal.trainer import _checkpointing as checkpointing
 from torchhal.trainer import _trained_by as trained_by
+from torchhal.trainer._auto_strategy import AutoStrategy
 from torchhal.trainer._configure_optimizers import SchedulerConfig, configure_optimizers
 from torchhal.trainer._connectors import check_can_fit, check_model, make_callbacks, make_loggers
 from torchhal.trainer._hook_names import check_hook_names, check_strategy_hooks
@@ -216,8 +218,11 @@ class Trainer(TrainerProperties):
             logger = False
 
         request = Request(accelerator, strategy, devices, num_nodes, precision, () if plugins is None else plugins)
-        plan = resolve(self._run.adapters.adapt_request(request), on_environment_chosen=expect)
+        request = self._run.adapters.adapt_request(request)
+        plan = resolve(request, on_environment_chosen=expect)
         self._run.compose(plan)
+        if request.is_auto_strategy:
+            self._run.auto = AutoStrategy(request)
         if self.sync_batchnorm:
             self.strategy.check_sync_batchnorm(plan.world_size)
 
@@ -460,6 +465,8 @@ class Trainer(TrainerProperties):
         optimizers, configs = configure_optimizers(run.module)
         if not optimizers:
             run.warn_once(f"{type(run.module).__name__}.configure_optimizers returned None: nothing is optimized")
+        if run.auto is not None and run.auto.fuses_optimizers:
+            fuse(optimizers)
         run.trained_by = trained_by.describe(optimizers, configs, run.module)
         for callback in run.callbacks:
             if isinstance(callback, Callback):

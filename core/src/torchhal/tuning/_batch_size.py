@@ -14,6 +14,7 @@ from torchhal.errors import ConfigurationError, DistributedError, RankFailedErro
 from torchhal.rng import host_generators_restored
 from torchhal.trainer._connectors import check_model
 from torchhal.trainer._trial import fit_trial, launch_trials, make_trial
+from torchhal.trainer._trial_state import RestoreState, check_idle, copy_data, copy_model
 from torchhal.trainer.adapters import run_of
 from torchhal.trainer.callbacks import Callback
 from torchhal.trainer.data._loaders import loader_length
@@ -25,7 +26,6 @@ from torchhal.tuning._batch_size_source import (
     loader_of_size,
     set_batch_size,
 )
-from torchhal.tuning._state import RestoreState, check_idle, copy_data, copy_model
 
 _log = logging.getLogger("torchhal")
 

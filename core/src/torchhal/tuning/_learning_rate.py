@@ -11,9 +11,7 @@ from torchhal.errors import ConfigurationError
 from torchhal.rng import host_generators_restored
 from torchhal.trainer._connectors import check_model
 from torchhal.trainer._trial import fit_trial, launch_trials, make_trial
-from torchhal.tuning._learning_rates import MODES, LearningRates
-from torchhal.tuning._range_test import RangeTest
-from torchhal.tuning._state import (
+from torchhal.trainer._trial_state import (
     RestoreState,
     check_idle,
     check_loaders,
@@ -21,6 +19,8 @@ from torchhal.tuning._state import (
     copy_loader,
     copy_model,
 )
+from torchhal.tuning._learning_rates import MODES, LearningRates
+from torchhal.tuning._range_test import RangeTest
 
 
 def find_learning_rate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchhal.plugin import Component, hookimpl
+from torchhal.plugin import Candidate, Component, hookimpl
 
 
 @hookimpl
@@ -17,6 +17,13 @@ def torchhal_checkpoint_ios() -> list[Component]:
     ]
 
 
+_RECOMPUTE = {"activation_checkpointing": "blocks"}
+_OFFLOAD = {"cpu_offload": True}
+_SHARDS = {"data": 1, "shard": None}
+_SIZES = (2, 4, 8)
+"""Ranks that share the layers of a model, or its stages, where others have replicas or shards of it."""
+
+
 @hookimpl
 def torchhal_strategies() -> list[Component]:
     zero1 = "torchhal_parallel.zero1:ZeRO1Strategy"
@@ -27,8 +34,20 @@ def torchhal_strategies() -> list[Component]:
     return [
         Component("dp", f"{data_parallel}:DataParallelStrategy", "one process, each batch divided among its devices"),
         Component("ddp2", f"{data_parallel}:DDP2Strategy", "dp inside each node, ddp between the nodes"),
-        Component("zero1", zero1, "ddp with the optimizer's state divided among the ranks", aliases=("ddp_sharded",)),
-        Component("zero2", fsdp, "gradients and optimizer state sharded, parameters while they aren't used", stage2),
+        Component(
+            "zero1",
+            zero1,
+            "ddp with the optimizer's state divided among the ranks",
+            aliases=("ddp_sharded",),
+            candidates=(Candidate(20),),
+        ),
+        Component(
+            "zero2",
+            fsdp,
+            "gradients and optimizer state sharded, parameters while they aren't used",
+            stage2,
+            candidates=(Candidate(30),),
+        ),
         Component(
             "ddp_sharded_spawn",
             fsdp,
@@ -40,13 +59,41 @@ def torchhal_strategies() -> list[Component]:
             fsdp,
             "parameters, gradients and optimizer state sharded",
             aliases=("fsdp", "ddp_fully_sharded"),
+            candidates=(
+                Candidate(40),
+                Candidate(46, _RECOMPUTE, recomputes=True),
+                Candidate(50, _OFFLOAD),
+                Candidate(52, {**_OFFLOAD, **_RECOMPUTE}, recomputes=True),
+            ),
         ),
         Component(
             "tensor_parallel",
             hybrid,
             "layers shared by the ranks, by a plan of column- and row-wise layers",
             {"tensor": None},
+            candidates=(Candidate(64, multiple_of=2), Candidate(65, _RECOMPUTE, recomputes=True, multiple_of=2)),
         ),
-        Component("pipeline", hybrid, "stages of the model over the ranks", {"pipeline": None}),
-        Component("hybrid", hybrid, "data x shard x pipeline x tensor on one device mesh", {"data": None}),
+        Component(
+            "pipeline",
+            hybrid,
+            "stages of the model over the ranks",
+            {"pipeline": None},
+            candidates=(Candidate(74, splits_batches=True, multiple_of=2),),
+        ),
+        Component(
+            "hybrid",
+            hybrid,
+            "data x shard x pipeline x tensor on one device mesh",
+            {"data": None},
+            candidates=(
+                Candidate(44, _RECOMPUTE, recomputes=True),  # replicas, as of ddp
+                *(Candidate(60 + i, {"tensor": n}, multiple_of=n) for i, n in enumerate(_SIZES)),
+                *(Candidate(70 + i, {"pipeline": n}, splits_batches=True, multiple_of=n) for i, n in enumerate(_SIZES)),
+                *(Candidate(80 + i, {**_SHARDS, "tensor": n}, multiple_of=n) for i, n in enumerate(_SIZES)),
+                *(
+                    Candidate(84 + i, {**_SHARDS, "tensor": n, **_RECOMPUTE}, recomputes=True, multiple_of=n)
+                    for i, n in enumerate(_SIZES)
+                ),
+            ),
+        ),
     ]

@@ -1,0 +1,36 @@
+"""Hold what strategy="auto" was asked with, and what was decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torchhal.resolve import Plan, Request
+
+
+@dataclass
+class AutoStrategy:
+    """The choice of a strategy that is left to the planner.
+
+    Attributes:
+        request: the Trainer's hardware arguments.
+        base: the plan with the default strategy, before any run; None until the first fit.
+        decision: rank 0's, as plain data; None where the default strategy stays.
+    """
+
+    request: Request
+    base: Plan | None = None
+    decision: dict[str, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "base": None}  # of this process
+
+    @property
+    def fuses_optimizers(self) -> bool:
+        """Whether optimizers step by fused kernels."""
+        return self.decision is not None and bool(self.decision["fused"])
+
+    @property
+    def batches(self) -> int:
+        """Batches of a step for each of the default strategy, which has more replicas."""
+        return 1 if self.decision is None else int(self.decision["batches"])

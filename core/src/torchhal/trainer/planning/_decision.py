@@ -1,0 +1,203 @@
+"""Decide on rank 0 which strategy a fit has: measure a step, and take the cheapest candidate that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from torchhal.errors import TorchhalError
+from torchhal.memory_estimate import bytes_of, format_bytes
+from torchhal.resolve import Plan
+from torchhal.resolve._options import StrategyOption, strategy_options
+from torchhal.strategies import Strategy
+from torchhal.trainer._trial import unused_copy
+from torchhal.trainer.planning._choice import MARGIN, Candidacy, Choice, candidates, choose, with_margin
+from torchhal.trainer.planning._measured_steps import MeasuredSteps
+from torchhal.trainer.planning._remedies import remedies
+from torchhal.trainer.planning._trained_model import TrainedModel, copy_for_planning
+from torchhal.trainer.run_state import RunState
+
+_TIGHT: Final = 0.7
+"""Share of a device's memory from which on a candidate is tried before the fit begins."""
+
+_SAME: Final = 0.05
+"""Share by which the memory that is free on a device may differ from what a kept decision was made for."""
+
+
+class Planner:
+    """Chooses among the candidates of one fit.
+
+    Args:
+        run: of rank 0, before its set-up.
+        base: the plan with the default strategy.
+        limit: bytes that each device has.
+
+    Raises:
+        Exception: what the model, its optimizers or its data raise where they are copied.
+    """
+
+    def __init__(self, run: RunState, base: Plan, limit: int) -> None:
+        assert run.auto is not None
+        self._run, self._limit, self._base = run, limit, base
+        self._default = unused_copy(base).build()
+        plan = unused_copy(base)
+        trained = copy_for_planning(run, plan.precision.value)
+        self._steps = MeasuredSteps(
+            trained.memory,
+            trained.batch,
+            accelerator=run.strategy.accelerator,
+            device=run.strategy.root_device,
+            precision=self._default.precision,
+            make=trained.make,
+            why_unknown=trained.why_unknown,
+        )
+        self._options = [self._allowed(option) for option in strategy_options(plan, run.auto.request)]
+        self._left = candidates(self._options, self._steps, run.strategy.world_size)
+        self._seen: list[Candidacy] = []
+        self._made_for = made_for(run, trained)
+        self._failed: set[tuple[str, bool]] = set()
+
+    def decide(self, kept: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the decision as plain data.
+
+        Args:
+            kept: that of the run that is continued; it stays where it was made for the same.
+        """
+        if kept is not None and (same := self._kept(kept)) is not None:
+            return same
+        choice = choose(self._rows(), self._limit, self._failed)
+        if not choice.fits and choice.chosen.is_known and choice.peak > choice.limit and not self._is_host:
+            return {"error": self._why_nothing_fits(choice)}
+        if not choice.fits:
+            self._run.warn_once(
+                f"no strategy is sure to fit: {choice.reason()}, which is {format_bytes(choice.missing)} short of the "
+                f"margin of {MARGIN:.0%}"
+            )
+        return self._decision(choice)
+
+    def ran_out_of_memory(self, decision: Mapping[str, Any]) -> bool:
+        """Take the decision's candidate out; return whether another one is left."""
+        self._failed.add((decision["name"], decision["fused"]))
+        return any(row.phases is not None and row.key not in self._failed for row in self._rows())
+
+    def why_none_is_left(self) -> str:
+        """Return the sentence about candidates all of which have run out of memory."""
+        return self._why_nothing_fits(choose(self._rows(), 0))
+
+    @property
+    def _is_host(self) -> bool:
+        """Whether the memory is the host's, of which there may be more than is free, by swapping."""
+        return self._run.strategy.root_device.type == "cpu"
+
+    def _rows(self) -> Iterator[Candidacy]:
+        """Yield the candidates; each is measured once."""
+        yield from self._seen
+        for candidacy in self._left:
+            self._seen.append(candidacy)
+            yield candidacy
+
+    def _decision(self, choice: Choice) -> dict[str, Any]:
+        option = choice.chosen.option
+        assert option.plan is not None
+        return {
+            "alias": option.alias,
+            "options": dict(option.options),
+            "name": option.name,
+            "fused": choice.chosen.fused,
+            "batches": batch_factor(self._default, option.plan.strategy.value),
+            "reason": choice.reason(),
+            "tight": not choice.chosen.is_known or with_margin(choice.peak) > _TIGHT * self._limit,
+            "limit": self._limit,
+            "made_for": self._made_for,
+        }
+
+    def _kept(self, kept: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the decision of the run that is continued, if it would be made again; it comes from a file."""
+        limit = kept.get("limit")
+        if kept.get("made_for") != self._made_for or type(limit) is not int:
+            return None
+        if abs(limit - self._limit) > _SAME * limit:
+            return None
+        for option in self._options:
+            same = (option.alias, dict(option.options)) == (kept.get("alias"), kept.get("options"))
+            if same and option.plan is not None and (not kept.get("fused") or self._steps.can_fuse):
+                return {
+                    "alias": option.alias,
+                    "options": dict(option.options),
+                    "name": option.name,
+                    "fused": bool(kept.get("fused")),
+                    "batches": batch_factor(self._default, option.plan.strategy.value),
+                    "reason": str(kept.get("reason")),
+                    "tight": False,
+                    "limit": limit,
+                    "made_for": self._made_for,
+                }
+        return None
+
+    # -- what a candidate may not do ----------------------------------------------------------------------------
+
+    def _allowed(self, option: StrategyOption) -> StrategyOption:
+        """Return the option, refused if it would train something else than the default strategy."""
+        if option.plan is None:
+            return option
+        reason = self._why_not(option.plan.build())
+        return option if not reason else StrategyOption(option.alias, option.candidate, None, reason)
+
+    def _why_not(self, strategy: Strategy) -> str:
+        run = self._run
+        if run.by_hand and strategy.needs_trainer:
+            return f"it {strategy.needs_trainer}"
+        if run.sync_batchnorm:
+            try:
+                strategy.check_sync_batchnorm(run.plan.world_size)
+            except TorchhalError as error:
+                return str(error)
+        factor = batch_factor(self._default, strategy)
+        if factor == 1:
+            return ""
+        if run.by_hand or not getattr(run.module, "automatic_optimization", True):
+            return f"its ranks share batches, and a loop of the model's own would take {factor} of them for a step"
+        counted = [
+            name
+            for name in ("limit_train_batches", "val_check_interval", "overfit_batches")
+            if isinstance(value := getattr(run, name), int) and not isinstance(value, bool) and value
+        ]
+        if counted or not run.use_distributed_sampler:
+            what = f"{counted[0]!r} counts batches" if counted else "'use_distributed_sampler' is off"
+            return f"its ranks share batches, so that a step takes {factor} of them, and {what}"
+        try:
+            strategy.check_accumulation(factor * run.accumulate_grad_batches)
+        except TorchhalError as error:
+            return str(error)
+        return ""
+
+    def _why_nothing_fits(self, choice: Choice) -> str:
+        found = remedies(choice, self._options, self._steps, self._run.strategy.world_size, self._limit)
+        return (
+            f"no strategy makes a training step of {type(self._run.module).__name__} fit: {choice.reason()}. That is "
+            f"{format_bytes(choice.missing)} too much, with the margin of {MARGIN:.0%}. {found}; `torchhal explain "
+            "--model --batch --memory` shows every candidate"
+        )
+
+
+def batch_factor(before: Strategy, after: Strategy) -> int:
+    """Return how many batches ``after`` takes for a step of the samples that ``before`` takes in one."""
+    kwargs = [strategy.distributed_sampler_kwargs or {"num_replicas": 1} for strategy in (before, after)]
+    return max(1, kwargs[0]["num_replicas"] // kwargs[1]["num_replicas"])
+
+
+def made_for(run: RunState, trained: TrainedModel) -> dict[str, Any]:
+    """Return what a decision depends on, beside the memory of a device, as plain data."""
+    batch = [list(leaf.shape) for leaf in tree_leaves(trained.batch) if isinstance(leaf, torch.Tensor)]
+    parameters = trained.memory.module.parameters()
+    return {
+        "device": run.strategy.root_device.type,
+        "world_size": run.strategy.world_size,
+        "precision": run.plan.precision.alias,
+        "parameters": sum(map(bytes_of, parameters)),
+        "optimizers": [type(optimizer).__name__ for optimizer in trained.memory.optimizers],
+        "batch": batch,
+    }

@@ -1,0 +1,176 @@
+"""Give a fit with ``strategy="auto"`` its strategy, when the ranks have met and nothing is set up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from torchhal import registry
+from torchhal.checkpoint._trainer_format import RUN_KEY
+from torchhal.errors import ConfigurationError, InsufficientMemoryError
+from torchhal.memory_estimate import bytes_of
+from torchhal.resolve import Plan
+from torchhal.resolve._options import replan
+from torchhal.trainer import _checkpointing as checkpointing
+from torchhal.trainer._trial import unused_copy
+from torchhal.trainer.planning._trial_steps import runs_out_of_memory
+from torchhal.trainer.run_state import RunState
+
+if TYPE_CHECKING:
+    from torchhal.trainer.planning._decision import Planner
+
+_NEGLIGIBLE: Final = 1 / 1000
+"""Parameters of less than this share of a device's memory are not planned for: gradients, state and activations of
+hundreds of times their size would fit beside them."""
+
+
+def keep_base(run: RunState) -> None:
+    """Keep the plan with the default strategy, which candidates replace, before a run uses any of it."""
+    if run.auto is not None and run.auto.base is None:
+        with suppress(ConfigurationError):  # one that can't be copied stays
+            run.auto.base = run.unused or unused_copy(run.plan)
+
+
+def plan_strategy(run: RunState, ckpt_path: Any) -> None:
+    """Choose the strategy of a fit, and set up its environment in place of the default one's.
+
+    Called on every rank, when the environment of the default strategy is set up and nothing else. Rank 0 measures and
+    decides, for the device that has least memory. Where that is nearly used up, two steps are tried, and a candidate
+    that runs out of memory on any rank gives way to the next.
+
+    Args:
+        run: of a fit, after :func:`keep_base`.
+        ckpt_path: that the fit continues from.
+
+    Raises:
+        InsufficientMemoryError: on every rank, where no candidate can fit.
+    """
+    assert run.auto is not None
+    base = run.auto.base
+    limit = None if base is None else _least_limit(run)
+    if base is None or limit is None:
+        if run.auto.decision is not None:
+            follow(run, default_decision(run.auto.base or run.plan))
+        return
+    planner = _make_planner(run, base, limit) if run.strategy.is_global_zero else None
+    first = None
+    if run.strategy.is_global_zero:
+        first = default_decision(base) if planner is None else planner.decide(_kept_decision(run, ckpt_path))
+    decision = _agree(run, first)
+    while decision["tight"] and not run.by_hand and runs_out_of_memory(run):
+        following = None
+        if planner is not None:
+            following = {"error": planner.why_none_is_left()}
+            if planner.ran_out_of_memory(decision):
+                following = planner.decide()
+        before = decision["name"]
+        decision = _agree(run, following, f"{before} ran out of memory in its first steps, where it was to fit. ")
+    if (decision["fused"] or decision["name"] != base.strategy.alias) and decision["reason"] not in run.said:
+        run.said.add(decision["reason"])
+        run.announce(f"strategy 'auto': {decision['reason']}")
+
+
+def _agree(run: RunState, mine: dict[str, Any] | None, said: str = "") -> dict[str, Any]:
+    """Return rank 0's decision, which every rank follows.
+
+    Raises:
+        InsufficientMemoryError: it is that nothing fits.
+    """
+    decision: dict[str, Any] = mine if run.strategy.world_size == 1 else run.strategy.broadcast(mine)  # type: ignore[assignment]
+    if "error" in decision:
+        raise InsufficientMemoryError(f"{said}{decision['error']}")
+    if said:
+        run.warn_once(f"{said}{decision['name']} takes its place")
+    follow(run, decision)
+    return decision
+
+
+def _least_limit(run: RunState) -> int | None:
+    """Return the bytes that each device has at least; None where that isn't known, or the model needs next to nothing.
+
+    Every rank gets the same.
+    """
+    strategy = run.strategy
+    limit = strategy.accelerator.memory_limit(strategy.root_device)
+    if limit is not None and strategy.root_device.type == "cpu":
+        limit //= max(1, strategy.num_local_processes(len(run.plan.device_indices)))
+    mine = (limit, sum(map(bytes_of, run.module.parameters())))
+    everybody = strategy.all_gather_object(mine) if strategy.world_size > 1 else [mine]
+    limits = [each for each, _ in everybody if each is not None]
+    if len(limits) < len(everybody):
+        return None
+    least, parameters = min(limits), max(size for _, size in everybody)
+    return None if parameters < least * _NEGLIGIBLE and not _builds_later(run) else least
+
+
+def _builds_later(run: RunState) -> bool:
+    """Return whether the model gets its parameters in ``configure_model``, so that their size is not known yet."""
+    return (
+        not run.by_hand
+        and callable(getattr(run.module, "configure_model", None))
+        and not any(True for _ in run.module.parameters())
+    )
+
+
+def _make_planner(run: RunState, base: Plan, limit: int) -> Planner | None:
+    """Return what chooses; None, with a warning, where the model can't be measured."""
+    from torchhal.trainer.planning._decision import Planner  # it imports fake tensors, which few runs need
+
+    try:
+        return Planner(run, base, limit)
+    except Exception as error:  # the default strategy trains as it would without a planner
+        said = " ".join(str(error).split())[:300]
+        run.warn_once(
+            f"strategy='auto' stays with {base.strategy.alias!r}: what a step needs is not known "
+            f"({type(error).__name__}: {said})"
+        )
+        return None
+
+
+def default_decision(base: Plan) -> dict[str, Any]:
+    """Return the decision for the default strategy."""
+    alias = base.strategy.alias
+    return {"alias": alias, "options": {}, "name": alias, "fused": False, "batches": 1, "reason": "", "tight": False}
+
+
+def _kept_decision(run: RunState, ckpt_path: Any) -> Mapping[str, Any] | None:
+    """Return the decision of the run that is continued, as far as its file says; read on rank 0 alone."""
+    if ckpt_path in (None, "best"):
+        return None
+    try:
+        path = checkpointing.newest_path(run) if ckpt_path == "last" else str(ckpt_path)
+        found = {} if path is None else run.strategy.checkpoint_io.open_checkpoint(path)
+        kept = found[RUN_KEY]["auto"]
+    except Exception:  # its load, which comes, says what is wrong with it
+        return None
+    return kept if isinstance(kept, Mapping) else None
+
+
+def follow(run: RunState, decision: dict[str, Any], *, launched: bool = True) -> None:
+    """Give the run the strategy of ``decision``.
+
+    Args:
+        run: of any rank, or of the process that has started the ranks.
+        decision: of rank 0.
+        launched: this process is a rank, whose environment changes with the strategy.
+    """
+    auto, before = run.auto, run.strategy
+    assert auto is not None and auto.base is not None
+    base = auto.base
+    earlier = auto.decision or default_decision(base)
+    auto.decision = decision
+    is_default = decision["alias"] == base.strategy.alias and not decision["options"]
+    if any(decision[name] != earlier[name] for name in ("alias", "options")):
+        plan = unused_copy(base)
+        if not is_default:
+            entry = registry.find("strategy", decision["alias"])
+            plan = replan(plan, auto.request, entry, decision["options"], reason=decision["reason"])
+        devices, nodes = list(before.devices), before.num_nodes
+        if launched:
+            before.teardown()
+        run.unused = unused_copy(plan)
+        run.replace_plan(plan)
+        run.strategy.devices, run.strategy.num_nodes = devices, nodes  # those that were left to the launcher
+        if launched:
+            run.strategy.setup_environment()
