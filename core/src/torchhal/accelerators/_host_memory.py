@@ -1,32 +1,30 @@
-"""Read how much host memory this process can have: what the system has available, within the limits of its cgroups."""
+"""Read how much host memory a process can still have, within the limits of its cgroups."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-def available_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
-    """Return the bytes that are available to this process, its own included; None where the system doesn't say.
+def available_host_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
+    """Return the bytes that this process can still have; None where the system doesn't say.
 
     Args:
         proc: where Linux describes processes and memory.
         cgroups: where it describes cgroups, of version 2, or of version 1 in ``memory``.
     """
-    own = _resident(proc)
     available = _field(proc / "meminfo", "MemAvailable:")
     if available is None:
         return None
-    found = [available + own]
+    found = [available]
     for folder in _folders(proc, cgroups):
         limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
         used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes")
         if limit is not None and used is not None and limit < 1 << 60:  # version 1 has a huge number for no limit
             cached = _field(folder / "memory.stat", "inactive_file", unit=1) or 0
-            found.append(max(0, limit - used + cached) + own)
+            found.append(max(0, limit - used + cached))
     return min(found)
 
 
@@ -45,14 +43,6 @@ def _folders(proc: Path, cgroups: Path) -> list[Path]:
         folder = root / path.lstrip("/")
         folders += [each for each in (folder, *folder.parents) if each == root or root in each.parents]
     return folders
-
-
-def _resident(proc: Path) -> int:
-    try:
-        pages = int((proc / "self" / "statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _field(path: Path, name: str, unit: int = 1024) -> int | None:

@@ -56,12 +56,12 @@ class DeviceStatistics:
                 stats[key] = int(call_on_device(read, device))
         return stats
 
-    def memory_limit(self, device: torch.device) -> int | None:
-        """Return how many bytes this process may have on ``device``, those included that it has already.
+    def available_memory(self, device: torch.device) -> int | None:
+        """Return how many bytes this process can still allocate on ``device``.
 
         ``strategy="auto"`` chooses by it. Called on a rank whose device is selected. By default what
-        ``torch.accelerator.get_memory_info`` says is free and what torch holds, or else the ``limit`` of
-        :meth:`memory_stats`.
+        ``torch.accelerator.get_memory_info`` says is free and what torch's allocator has cached, or else what
+        :meth:`memory_stats` says is left of its ``limit``.
 
         Args:
             device: of this rank.
@@ -75,13 +75,14 @@ class DeviceStatistics:
         """
         try:
             stats = self.memory_stats(device)
+            allocated = stats.get("allocated", 0)
             current = torch.accelerator.current_accelerator()
             if current is None or current.type != device.type:
-                return stats.get("limit") or None
-            free, total = torch.accelerator.get_memory_info(device)
+                return max(0, stats["limit"] - allocated) if stats.get("limit") else None
+            free, _ = torch.accelerator.get_memory_info(device)
         except (RuntimeError, NotImplementedError, AttributeError):
             return None
-        return min(int(total), int(free) + stats.get("reserved", 0)) or None
+        return int(free) + max(0, stats.get("reserved", allocated) - allocated)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Return whether ``error`` says that there was too little memory, of the device or of the host.

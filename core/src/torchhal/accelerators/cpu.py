@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from torchhal.accelerators._host_memory import available_memory
+from torchhal.accelerators._host_memory import available_host_memory
 from torchhal.accelerators.base import Accelerator
 from torchhal.capabilities import STANDARD, compute, store
 
@@ -55,9 +55,9 @@ class CPUAccelerator(Accelerator):
     def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
         torch.set_rng_state(state)
 
-    def memory_limit(self, device: torch.device) -> int | None:
-        """Return the host memory that is available, and what this process has; within the limit of its cgroup."""
-        return available_memory()
+    def available_memory(self, device: torch.device) -> int | None:
+        """Return the host memory that is available, within the limits of this process's cgroups."""
+        return available_host_memory()
 
     def memory_stats(self, device: torch.device) -> dict[str, int]:
         return {}

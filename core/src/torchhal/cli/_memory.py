@@ -222,8 +222,8 @@ def _with_candidates(
     auto = {"strategy": choice.chosen.name, "fits": choice.fits, "reason": choice.reason()}
     possible = [row for row in first if "reason" not in row]
     refused = [row for row in first if "reason" in row and row["strategy"] not in aliases]
-    measured = {row["strategy"] for row in possible}
-    others = [row for row in rows if row["strategy"] not in measured]
+    listed = {row["strategy"] for row in possible}
+    others = [row for row in rows if row["strategy"] not in listed]
     ends = [row for row in others if "reason" in row]
     return [*possible, *(row for row in others if "reason" not in row), *refused, *ends], {"auto": auto}
 

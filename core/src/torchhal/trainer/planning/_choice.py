@@ -9,7 +9,7 @@ from typing import Final
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from torchhal.errors import TorchhalError
+from torchhal.errors import message_of
 from torchhal.memory_estimate import format_bytes
 from torchhal.resolve._options import StrategyOption
 from torchhal.step_memory import MemoryByPhase, StepMemory
@@ -141,8 +141,8 @@ def candidates(options: Sequence[StrategyOption], steps: MeasuredSteps, world_si
             continue
         try:
             found = steps.measure(strategy, world_size)
-        except TorchhalError as error:
-            yield Candidacy(option, reason=" ".join(str(error).split()))
+        except Exception as error:  # of a plugin's strategy: one of many
+            yield Candidacy(option, reason=" ".join(message_of(error).split()))
             continue
         phases = found.phases
         latest.setdefault(option.alias, phases)

@@ -14,7 +14,7 @@ from torchhal.resolve import Plan
 from torchhal.resolve._options import StrategyOption, strategy_options
 from torchhal.strategies import Strategy
 from torchhal.trainer._trial import unused_copy
-from torchhal.trainer.planning._choice import MARGIN, Candidacy, Choice, candidates, choose, with_margin
+from torchhal.trainer.planning._choice import MARGIN, Candidacy, Choice, candidates, choose, least, with_margin
 from torchhal.trainer.planning._measured_steps import MeasuredSteps
 from torchhal.trainer.planning._remedies import remedies
 from torchhal.trainer.planning._trained_model import TrainedModel, copy_for_planning
@@ -71,6 +71,9 @@ class Planner:
         choice = choose(self._rows(), self._limit, self._failed)
         if not choice.fits and choice.chosen.is_known and choice.peak > choice.limit and not self._is_host:
             return {"error": self._why_nothing_fits(choice)}
+        step = choice.chosen.step
+        if step is not None and not step.is_known:
+            self._run.warn_once(f"strategy='auto' is {choice.chosen.name}, by what is known: {step.note}")
         if not choice.fits:
             self._run.warn_once(
                 f"no strategy is sure to fit: {choice.reason()}, which is {format_bytes(choice.missing)} short of the "
@@ -78,14 +81,13 @@ class Planner:
             )
         return self._decision(choice)
 
-    def ran_out_of_memory(self, decision: Mapping[str, Any]) -> bool:
-        """Take the decision's candidate out; return whether another one is left."""
+    def decide_again(self, decision: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the next decision, as the candidate of ``decision`` has run out of memory."""
         self._failed.add((decision["name"], decision["fused"]))
-        return any(row.phases is not None and row.key not in self._failed for row in self._rows())
-
-    def why_none_is_left(self) -> str:
-        """Return the sentence about candidates all of which have run out of memory."""
-        return self._why_nothing_fits(choose(self._rows(), 0))
+        rows = list(self._rows())
+        if any(row.phases is not None and row.key not in self._failed for row in rows):
+            return self.decide()
+        return {"error": self._why_nothing_fits(least(rows, self._limit))}
 
     @property
     def _is_host(self) -> bool:
@@ -99,15 +101,18 @@ class Planner:
             self._seen.append(candidacy)
             yield candidacy
 
+    def _batches(self, candidacy: Candidacy) -> int:
+        """Return the batches of a step for each of the default strategy."""
+        return batch_factor(self._default, candidacy.strategy)
+
     def _decision(self, choice: Choice) -> dict[str, Any]:
         option = choice.chosen.option
-        assert option.plan is not None
         return {
             "alias": option.alias,
             "options": dict(option.options),
             "name": option.name,
             "fused": choice.chosen.fused,
-            "batches": batch_factor(self._default, option.plan.strategy.value),
+            "batches": self._batches(choice.chosen),
             "reason": choice.reason(),
             "tight": not choice.chosen.is_known or with_margin(choice.peak) > _TIGHT * self._limit,
             "limit": self._limit,

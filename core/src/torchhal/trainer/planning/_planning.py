@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from torchhal import registry
 from torchhal.checkpoint._trainer_format import RUN_KEY
@@ -19,6 +20,8 @@ from torchhal.trainer.run_state import RunState
 
 if TYPE_CHECKING:
     from torchhal.trainer.planning._decision import Planner
+
+T = TypeVar("T")
 
 _NEGLIGIBLE: Final = 1 / 1000
 """Parameters of less than this share of a device's memory are not planned for: gradients, state and activations of
@@ -56,14 +59,13 @@ def plan_strategy(run: RunState, ckpt_path: Any) -> None:
     planner = _make_planner(run, base, limit) if run.strategy.is_global_zero else None
     first = None
     if run.strategy.is_global_zero:
-        first = default_decision(base) if planner is None else planner.decide(_kept_decision(run, ckpt_path))
+        kept = _kept_decision(run, ckpt_path)
+        first = _guarded(run, base, lambda: planner.decide(kept) if planner else None) or default_decision(base)
     decision = _agree(run, first)
     while decision["tight"] and not run.by_hand and runs_out_of_memory(run):
         following = None
         if planner is not None:
-            following = {"error": planner.why_none_is_left()}
-            if planner.ran_out_of_memory(decision):
-                following = planner.decide()
+            following = planner.decide_again(decision)
         before = decision["name"]
         decision = _agree(run, following, f"{before} ran out of memory in its first steps, where it was to fit. ")
     if (decision["fused"] or decision["name"] != base.strategy.alias) and decision["reason"] not in run.said:
@@ -92,16 +94,29 @@ def _least_limit(run: RunState) -> int | None:
     Every rank gets the same.
     """
     strategy = run.strategy
-    limit = strategy.accelerator.memory_limit(strategy.root_device)
-    if limit is not None and strategy.root_device.type == "cpu":
-        limit //= max(1, strategy.num_local_processes(len(run.plan.device_indices)))
-    mine = (limit, sum(map(bytes_of, run.module.parameters())))
-    everybody = strategy.all_gather_object(mine) if strategy.world_size > 1 else [mine]
+    size = sum(map(bytes_of, run.module.parameters()))
+    mine = _limit(run)
+    if mine is not None and size >= mine * _NEGLIGIBLE:
+        gc.collect()  # what an earlier fit has left in cycles
+        mine = _limit(run)
+    everybody = strategy.all_gather_object((mine, size)) if strategy.world_size > 1 else [(mine, size)]
     limits = [each for each, _ in everybody if each is not None]
     if len(limits) < len(everybody):
         return None
     least, parameters = min(limits), max(size for _, size in everybody)
     return None if parameters < least * _NEGLIGIBLE and not _builds_later(run) else least
+
+
+def _limit(run: RunState) -> int | None:
+    """Return the bytes that the run can have on this rank's device, what its model has there already included."""
+    strategy = run.strategy
+    available = strategy.accelerator.available_memory(strategy.root_device)
+    if available is None:
+        return None
+    if strategy.root_device.type == "cpu":  # which the processes of a node share
+        available //= max(1, strategy.num_local_processes(len(run.plan.device_indices)))
+    tensors = {*run.module.parameters(), *run.module.buffers()}
+    return available + sum(bytes_of(tensor) for tensor in tensors if tensor.device == strategy.root_device)
 
 
 def _builds_later(run: RunState) -> bool:
@@ -114,11 +129,16 @@ def _builds_later(run: RunState) -> bool:
 
 
 def _make_planner(run: RunState, base: Plan, limit: int) -> Planner | None:
-    """Return what chooses; None, with a warning, where the model can't be measured."""
+    """Return what chooses; None where the model can't be measured."""
     from torchhal.trainer.planning._decision import Planner  # it imports fake tensors, which few runs need
 
+    return _guarded(run, base, lambda: Planner(run, base, limit))
+
+
+def _guarded(run: RunState, base: Plan, function: Callable[[], T | None]) -> T | None:
+    """Return the function's result; None, with a warning, where the user's or a plugin's code fails in it."""
     try:
-        return Planner(run, base, limit)
+        return function()
     except Exception as error:  # the default strategy trains as it would without a planner
         said = " ".join(str(error).split())[:300]
         run.warn_once(

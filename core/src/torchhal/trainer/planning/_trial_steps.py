@@ -9,6 +9,7 @@ from torchhal.rng import host_generators_restored
 from torchhal.trainer._auto_strategy import AutoStrategy
 from torchhal.trainer._trial import fit_trial, make_trial
 from torchhal.trainer._trial_state import RestoreState, copy_data, copy_model
+from torchhal.trainer.data._loaders import is_one_shot
 from torchhal.trainer.run_state import RunState
 
 _STEPS = 2
@@ -31,6 +32,8 @@ def runs_out_of_memory(run: RunState) -> bool:
 
 def _tries(run: RunState) -> bool:
     assert run.auto is not None
+    if run.sources.train is not None and is_one_shot(run.sources.train):
+        return False  # its batches would be missing in the fit
     trial = make_trial(run.trainer, [RestoreState()], max_steps=_STEPS, limit_train_batches=1.0, overfit_batches=0.0)
     trial._run.auto = AutoStrategy(run.auto.request, None, run.auto.decision)
     try:
