@@ -406,6 +406,18 @@ class TakesAnyRuntimeError(CPUAccelerator):
         return super().is_out_of_memory(error) or isinstance(error, RuntimeError)
 
 
+@caught_by("ACC-72")
+class AvailableInGibibytes(CPUAccelerator):
+    def available_memory(self, device):
+        return super().available_memory(device) >> 30
+
+
+@caught_by("ACC-72")
+class AvailableAsShare(CPUAccelerator):
+    def available_memory(self, device):
+        return 0.75
+
+
 class Reference(CPUAccelerator):
     """Accelerator that declares nothing beyond the core level."""
 

@@ -125,6 +125,34 @@ def process_left_alone(context: CheckContext) -> None:
         require(torch.equal(torch.get_rng_state(), numbers), f"{name}() drew random numbers on the CPU")
 
 
+@check("ACC-72", since="0.2", needs=["device"])
+def available_memory(context: CheckContext) -> None:
+    """available_memory is None, or an int of bytes that can be allocated: less while a tensor holds some of them.
+
+    A tensor of 4 MiB that can be allocated is no more than what was available. Where the device counts its memory, that
+    is at least 4 MiB less as long as the tensor is there.
+
+    Why: strategy="auto" chooses by it, and takes what doesn't fit where it is too much, or divides a model that fits.
+    Fix: return bytes, without what tensors of this process hold; None where the vendor's library doesn't say.
+    """
+    accelerator, device = context.setup_accelerator()
+    size = 4 << 20
+    before = accelerator.available_memory(device)
+    if before is None:
+        return
+    require(type(before) is int and before >= 0, f"available_memory must be an int of at least 0 (got {before!r})")
+    tensor = torch.ones(size, dtype=torch.uint8, device=device)
+    accelerator.synchronize(device)
+    require(size <= before, f"a tensor of {size} bytes was allocated where available_memory was {before}")
+    during = accelerator.available_memory(device)
+    if "memory_stats" in accelerator.features:
+        require(
+            type(during) is int and during <= before - size,
+            f"available_memory was {before}, and is {during} while a tensor has {size} bytes",
+        )
+    del tensor
+
+
 @check("ACC-18", features=["memory_stats"], needs=["device"])
 def memory_stats(context: CheckContext) -> None:
     """memory_stats counts bytes as ints, with ``allocated`` and ``peak`` at least.
