@@ -286,8 +286,10 @@ class Run(RunRanks):
             self._after_end()
 
     def _after_end(self) -> None:
-        has_ended(self)
-        self._trainer.give_back()
+        goes_on = has_ended(self)
+        self._trainer.give_back(goes_on)
+        if self._batches is not None:
+            self._batches.run_has_ended = True
         self._calls = self._batches = None  # or a loader, a model or an optimizer would keep the others
 
     def _stop(self, signum: int) -> None:
@@ -310,7 +312,8 @@ class Run(RunRanks):
     def _check_not_set_up(self) -> None:
         if self._was_set_up:
             raise ConfigurationError(
-                "this Run was set up already: give one setup all models, optimizers and loaders, or make another Run"
+                "this Run was set up already, be it by a setup that failed: give one setup all models, optimizers and "
+                "loaders, or make another Run"
             )
 
     def _ready(self) -> tuple[Calls, TrainingBatches]:
@@ -364,7 +367,7 @@ class Run(RunRanks):
         batches.begin_evaluation(evaluation)
         try:
             yield from evaluation.batches()
-        except GeneratorExit:  # a break, or an error on its way: nothing may communicate here
+        except BaseException:  # a break, or an error on its way: nothing may communicate here
             batches.in_evaluation = False
             raise
         batches.end_evaluation()

@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from torchhal.errors import CheckpointError, ConfigurationError, ModelError
+from torchhal.errors import CheckpointError, CheckpointMismatchError, ConfigurationError, ModelError
 from torchhal.run._setup_objects import SetupObjects
 from torchhal.trainer import Trainer
 from torchhal.trainer import _trained_by as trained_by
 from torchhal.trainer._configure_optimizers import SchedulerConfig
 from torchhal.trainer.callbacks import Callback, ModelCheckpoint
+from torchhal.trainer.data._loaders import check_one_loader
 from torchhal.trainer.data._sources import DataSources
 
 
@@ -54,10 +55,30 @@ class SavedObjects(Callback):
         return {name: value.state_dict() for name, value in self.objects.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name, value in self.objects.items():
-            if name not in state_dict:
-                raise KeyError(f"the checkpoint has no state of {name!r} (it has {', '.join(state_dict) or 'none'})")
-            value.load_state_dict(state_dict[name])
+        for name in self.objects.keys() & state_dict.keys():
+            self.objects[name].load_state_dict(state_dict[name])
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        """Compare the names: a new object begins as it is, but one of another name may be meant by a saved one.
+
+        Inference continues nothing else of the callbacks, so it loads the states here.
+        """
+        states = checkpoint.get("callbacks", {}).get(self.state_key, {})
+        path, missing = trainer._run.ckpt_path, [name for name in self.objects if name not in states]
+        unclaimed = [name for name in states if name not in self.objects]
+        if missing and unclaimed:
+            raise CheckpointMismatchError(
+                f"{path!r} holds the state of {_listed(unclaimed)}, and setup got {_listed(missing)} instead: give the "
+                f"objects the names that they had, setup(..., {unclaimed[0]}=...)"
+            )
+        if missing:
+            trainer.warn_once(f"{path!r} has no state of {_listed(missing)}, so what setup got begins as it is")
+        if trainer.state.fn != "fit":
+            self.load_state_dict(states)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 class RunTrainer(Trainer):
@@ -95,9 +116,11 @@ class RunTrainer(Trainer):
                 f"'accumulate_grad_batches' must be 1 with {len(found.optimizers)} optimizers, each of which steps "
                 f"when the loop says so (got {run.accumulate_grad_batches})"
             )
+        loader = found.loaders[0] if found.loaders else None
+        if loader is not None:
+            check_one_loader(loader, "loader")
         self.found = found
         self.saved_objects.objects = found.others
-        loader = found.loaders[0] if found.loaders else None
         run.module, run.datamodule, run.sources = found.module, None, DataSources(train=loader)
         names: dict[int, str] = {}
         for name, parameter in found.module.named_parameters(remove_duplicate=False):
@@ -119,8 +142,12 @@ class RunTrainer(Trainer):
         run.trained_by = trained_by.describe(found.optimizers, configs, run.module)
         return list(found.optimizers), configs
 
-    def give_back(self) -> None:
-        """Forget the user's objects, and give the optimizers the parameters of the module as it is after the run."""
+    def give_back(self, goes_on: bool) -> None:
+        """Forget the user's objects, and give the optimizers the parameters of the module as it is after the run.
+
+        Args:
+            goes_on: whether the program does, which may use them: a state that is lost is worth a warning.
+        """
         found, self.found = self.found, None
         self.saved_objects.objects = {}
         if found is None:
@@ -134,10 +161,11 @@ class RunTrainer(Trainer):
                     group["params"], changed = own, True
             if changed and optimizer.state:
                 optimizer.state.clear()
-                self.warn_once(
-                    f"the state of the {type(optimizer).__name__} was divided among the ranks, and has ended with the "
-                    "run: to go on with it, continue from a checkpoint (ckpt_path)"
-                )
+                if goes_on:
+                    self.warn_once(
+                        f"the state of the {type(optimizer).__name__} was divided among the ranks, and has ended with "
+                        "the run: to go on with it, continue from a checkpoint (ckpt_path)"
+                    )
 
 
 def replace_parameters(
