@@ -101,6 +101,15 @@ def test_one_batch_more_on_one_rank(tmp_path):
     assert_nothing_left(tmp_path)
 
 
+@pytest.mark.parametrize("misdeed", ["sigterm", "os_exit"])
+def test_rank_that_vanishes_behind_its_run(tmp_path, misdeed):
+    """Rank 0, which serves the store until all have signed off, doesn't wait for one that can't."""
+    job = run_job(tmp_path, "run_straight.py", misdeed=misdeed, where="at_the_end", ends=True)
+    assert job.code == (143 if misdeed == "sigterm" else 0) and job.since_failure < scaled(SOON), job.said
+    assert "done 16 2" in job.said and "Traceback" not in job.said, job.said
+    assert_nothing_left(tmp_path)
+
+
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
 

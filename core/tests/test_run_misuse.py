@@ -54,6 +54,11 @@ class Counter:
         self.count = state["count"]
 
 
+class Refusing(Counter):
+    def load_state_dict(self, state):
+        self.count = state["decay"]
+
+
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
@@ -213,6 +218,12 @@ def test_an_object_of_another_name_is_refused(make, tmp_path):
     path = saved(make, tmp_path / "named.ckpt", named={"ema": Counter(3)})
     with pytest.raises(CheckpointMismatchError, match=r"holds the state of 'ema', and setup got 'average' instead"):
         begin(make, named={"average": Counter()}, ckpt_path=path)
+
+
+def test_an_object_that_refuses_its_state_is_named(make, tmp_path):
+    path = saved(make, tmp_path / "named.ckpt", named={"ema": Counter(3)})
+    with pytest.raises(CheckpointMismatchError, match=r"'ema', the Refusing that setup got, .*KeyError: 'decay'"):
+        begin(make, named={"ema": Refusing()}, ckpt_path=path)
 
 
 def test_inference_continues_the_other_objects_too(make, tmp_path):

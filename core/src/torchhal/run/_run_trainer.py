@@ -55,8 +55,16 @@ class SavedObjects(Callback):
         return {name: value.state_dict() for name, value in self.objects.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name in self.objects.keys() & state_dict.keys():
-            self.objects[name].load_state_dict(state_dict[name])
+        for name, value in self.objects.items():
+            if name not in state_dict:
+                continue
+            try:
+                value.load_state_dict(state_dict[name])
+            except Exception as error:
+                raise CheckpointMismatchError(
+                    f"{name!r}, the {type(value).__name__} that setup got, refuses its state "
+                    f"({type(error).__name__}: {error})"
+                ) from error
 
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         """Compare the names: a new object begins as it is, but one of another name may be meant by a saved one.
