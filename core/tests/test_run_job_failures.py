@@ -46,6 +46,8 @@ def test_error_on_one_rank_under_torchrun(tmp_path):
         ("os_exit", 1, 1, "rank 1 exited with code 0 in the midst of the run"),
         ("kill", 1, 1, "rank 1 was ended by signal 9 (SIGKILL)"),
         ("kill", 0, -9, "rank 0 (process "),
+        ("abort", 0, -6, "C++ code gave up"),
+        ("abort", 1, 1, "C++ code gave up"),
     ],
 )
 def test_rank_that_vanishes(tmp_path, misdeed, rank, code, said):
