@@ -126,6 +126,16 @@ def test_checkpoint_that_cannot_be_written(tmp_path, folder):
     assert len(read(tmp_path, 0)) == len(read(tmp_path, 1)) == 3
 
 
+@pytest.mark.parametrize("misdeed", [None, "sigterm"])
+def test_folder_that_cannot_be_written_to(tmp_path, misdeed):
+    """It stops no rank of a loop that saves nothing; a signal stops all, and says that nothing was saved."""
+    (tmp_path / "file").write_text("")
+    run = {"default_root_dir": str(tmp_path / "file" / "folder")}
+    job = run_job(tmp_path, "run_straight.py", misdeed=misdeed, run=run)
+    assert job.code == (0 if misdeed is None else 143) and "can't be written to" in job.said, job.said
+    assert "Traceback" not in job.said, job.said
+
+
 def test_checkpoint_without_space_left(tmp_path):
     """It is caught on both ranks, the one before is intact, and the loop goes on."""
     job = run_job(tmp_path, "run_full_disk.py")

@@ -23,16 +23,25 @@ class SaveOnCall(ModelCheckpoint):
 
     def __init__(self) -> None:
         super().__init__(every_n_epochs=0, save_on_train_epoch_end=False)
+        self._has_folder = True
+        """Whether its folder could be written to when the run was set up."""
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         """Choose the folder; one that can't be written to stops no loop that saves elsewhere, or never."""
+        self._has_folder = True
         try:
             super().setup(trainer, module, stage)
-        except (CheckpointError, OSError):
+        except (CheckpointError, ConfigurationError, OSError):  # the second is that of ranks that hear of it
+            self._has_folder = False
             trainer.warn_once(
                 f"{self.dirpath!r} can't be written to, so nothing is saved there when a signal stops this run: give "
                 "torchhal.Run(default_root_dir=...) another folder"
             )
+
+    def save_interrupted(self, trainer: Any) -> None:
+        """Save where a signal stops the run, if its set-up hasn't told that nothing can be saved."""
+        if self._has_folder:
+            super().save_interrupted(trainer)
 
     def save(self, trainer: Any) -> str:
         """Save under the usual name in the run's folder, instead of the last one there; return the path.
