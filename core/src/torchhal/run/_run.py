@@ -175,6 +175,7 @@ class Run(RunRanks):
         Raises:
             ConfigurationError: an object of no kind, or a strategy that only the Trainer can drive.
             ModelError: an optimizer of other models.
+            CheckpointError: the checkpoint is damaged, or of other models, optimizers or objects.
             LaunchError: the strategy starts workers: call :meth:`launch`.
         """
         self._check_not_set_up()
@@ -344,7 +345,10 @@ class Run(RunRanks):
         and ``torch.no_grad()`` are the loop's own. Every rank calls it.
 
         Args:
-            loader: an iterable of batches.
+            loader: an iterable of batches; several are gone through one by one.
+
+        Raises:
+            ModelError: it is no iterable of batches, or gives none.
         """
         _, batches = self._ready()
         return self._evaluate(batches, Evaluation(self._state, given_loader(loader), batches.boundary))
@@ -431,7 +435,9 @@ class Run(RunRanks):
             in its step, by the ``gradient_clip_val`` of the run.
 
         Raises:
-            ConfigurationError: the strategy clips by itself, and the run has another ``gradient_clip_val``.
+            ConfigurationError: ``max_norm`` is not above 0, or the strategy clips by itself, and the run has another
+                ``gradient_clip_val``.
+            ModelError: ``optimizer`` is none.
         """
         return self._ready()[0].clip_gradients(optimizer, max_norm, algorithm)
 
