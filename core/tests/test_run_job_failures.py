@@ -46,6 +46,8 @@ def test_error_on_one_rank_under_torchrun(tmp_path):
         ("os_exit", 1, 1, "rank 1 exited with code 0 in the midst of the run"),
         ("kill", 1, 1, "rank 1 was ended by signal 9 (SIGKILL)"),
         ("kill", 0, -9, "rank 0 (process "),
+        ("abort", 0, -6, "C++ code gave up"),
+        ("abort", 1, 1, "C++ code gave up"),
     ],
 )
 def test_rank_that_vanishes(tmp_path, misdeed, rank, code, said):
@@ -101,6 +103,15 @@ def test_one_batch_more_on_one_rank(tmp_path):
     assert_nothing_left(tmp_path)
 
 
+@pytest.mark.parametrize("misdeed", ["sigterm", "os_exit"])
+def test_rank_that_vanishes_behind_its_run(tmp_path, misdeed):
+    """Rank 0, which serves the store until all have signed off, doesn't wait for one that can't."""
+    job = run_job(tmp_path, "run_straight.py", misdeed=misdeed, where="at_the_end", ends=True)
+    assert job.code == (143 if misdeed == "sigterm" else 0) and job.since_failure < scaled(SOON), job.said
+    assert "done 16 2" in job.said and "Traceback" not in job.said, job.said
+    assert_nothing_left(tmp_path)
+
+
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
 
@@ -113,6 +124,16 @@ def test_checkpoint_that_cannot_be_written(tmp_path, folder):
     assert job.code == 1, job.said
     assert "CheckpointError" in job.said and path in job.said and "Connection" not in job.said, job.said
     assert len(read(tmp_path, 0)) == len(read(tmp_path, 1)) == 3
+
+
+@pytest.mark.parametrize("misdeed", [None, "sigterm"])
+def test_folder_that_cannot_be_written_to(tmp_path, misdeed):
+    """It stops no rank of a loop that saves nothing; a signal stops all, and says that nothing was saved."""
+    (tmp_path / "file").write_text("")
+    run = {"default_root_dir": str(tmp_path / "file" / "folder")}
+    job = run_job(tmp_path, "run_straight.py", misdeed=misdeed, run=run)
+    assert job.code == (0 if misdeed is None else 143) and "can't be written to" in job.said, job.said
+    assert "Traceback" not in job.said, job.said
 
 
 def test_checkpoint_without_space_left(tmp_path):

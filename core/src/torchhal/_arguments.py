@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from datetime import timedelta
-from numbers import Integral
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from torchhal.errors import ConfigurationError
@@ -98,6 +98,13 @@ def check_clip_val(name: str, value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
         raise ConfigurationError(f"'{name}' must be a positive number, or None or 0 for no clipping (got {value!r})")
     return float(value) or None
+
+
+def check_positive(name: str, value: Any) -> float:
+    """Return a number above 0, which may be infinite."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+        raise ConfigurationError(f"'{name}' must be a positive number (got {value!r})")
+    return float(value)
 
 
 def check_clip_algorithm(name: str, value: Any) -> str:

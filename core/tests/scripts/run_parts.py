@@ -112,6 +112,8 @@ def misbehave(config, rank, step, where="step"):
         sys.exit(config.get("code", 3))
     if misdeed == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if misdeed == "abort":
+        os.abort()
     if misdeed == "hang":
         time.sleep(600)
     if misdeed == "sigterm":

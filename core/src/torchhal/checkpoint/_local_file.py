@@ -90,7 +90,7 @@ class LocalPlace(CheckpointLocation):
     def children(self) -> list[CheckpointLocation]:
         try:
             names = os.listdir(self.path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         places = (LocalPlace(os.path.join(self.path, name), os.path.join(self.shown, name)) for name in names)
         return [place for place in places if place.is_checkpoint_file()]

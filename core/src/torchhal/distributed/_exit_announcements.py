@@ -153,8 +153,13 @@ def serve_until_all_exit(timeout: float) -> None:
     if job is None or (job.key[0], job.key[1]) not in state.hosted:
         return
     deadline = time.monotonic() + timeout
+    store, world_size = job.store, job.key[2]
+
+    def silent() -> int:
+        return state.absent + sum(not store.check([f"left/{rank}"]) for rank in list(state.ended))
+
     try:
-        while state.lingers and job.store.add("left", 0) < job.key[2] - state.absent and time.monotonic() < deadline:
+        while state.lingers and store.add("left", 0) < world_size - silent() and time.monotonic() < deadline:
             time.sleep(0.05)
     except RuntimeError:
         pass

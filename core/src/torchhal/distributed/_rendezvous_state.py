@@ -40,6 +40,8 @@ class RendezvousState:
     """Seconds that the store's host waits at exit for ranks to sign off."""
     absent: int = 0
     """Ranks that never joined, and so won't sign off."""
+    ended: list[int] = field(default_factory=list)
+    """Ranks whose processes have ended, as this one, which started them, has seen: with or without signing off."""
     expected: ProcessEnvironment | None = None
     """Address where others may wait for this process, which has not joined yet."""
     failure: Failure | None = None
@@ -89,6 +91,11 @@ def host_name() -> str:
 def no_linger() -> None:
     """Record that the job has failed: some ranks will never sign off."""
     process_state().lingers = False
+
+
+def note_ended(rank: int) -> None:
+    """Record that a rank's process has ended, so that it signs off no more; a signal that kills lets it do nothing."""
+    process_state().ended.append(rank)
 
 
 def drop_store() -> None:

@@ -25,6 +25,8 @@ if [ -z "$status" ]; then
 elif [ "$((status & 127))" -ne 0 ]; then
     how="was ended by signal $((status & 127)) (SIG$(kill -l "$((status & 127))"))"
     [ "$((status & 127))" -eq 9 ] && how="$how, often the kernel's answer to too little memory"
+    [ "$((status & 127))" -eq 6 ] &&
+        how="$how, as C++ code gave up: with gloo often as ranks sent each other tensors of different sizes"
 else
     how="left by os._exit($((status >> 8)))"
 fi

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from torchhal.distributed import failures, process
 from torchhal.distributed._rank_monitor import active_watches
-from torchhal.distributed._rendezvous_state import no_linger
+from torchhal.distributed._rendezvous_state import no_linger, note_ended
 from torchhal.distributed._stop_agreement import stop_is_agreed
 from torchhal.distributed.failures import Failure, exit_for_signal
 from torchhal.launchers._exit_monitor import ExitMonitor
@@ -182,6 +182,7 @@ class ChildProcesses:
                     continue
                 report = reader.finish()
                 self._codes[rank] = code
+                note_ended(rank)
                 # A rank that has finished the call that this one is still in may have ended its script.
                 amid = reader.inside or (self._inside > 0 and reader.calls < self._calls)
                 if self._ending or (code == 0 and not amid):

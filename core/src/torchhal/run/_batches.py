@@ -16,7 +16,7 @@ from torchhal.strategies import Strategy, overrides
 from torchhal.trainer._run_data import load_training_data, reach_end_of_sampler
 from torchhal.trainer.data._batch_transfer import batch_transfer
 from torchhal.trainer.data._iterators import close_iterator, until_any_ends
-from torchhal.trainer.data._loaders import check_training_loader, no_batch
+from torchhal.trainer.data._loaders import check_one_loader, no_batch
 from torchhal.trainer.data._training_data import TrainingData
 
 _END = object()
@@ -36,6 +36,7 @@ class TrainingBatches:
         ends_accumulation: whether the batch in hand ends an accumulation.
         evaluation: the evaluation that is under way, or that the loop has left by ``break``; None without one.
         in_evaluation: whether it is under way.
+        run_has_ended: whether the run has, perhaps in the body of a batch.
     """
 
     def __init__(self, trainer: RunTrainer, stop: Callable[[int], None]) -> None:
@@ -48,6 +49,7 @@ class TrainingBatches:
         self._was_given = self._state.sources.train is not None
         self.evaluation: Evaluation | None = None
         self.in_evaluation = False
+        self.run_has_ended = False
         self._no_sync: AbstractContextManager[Any] | None = None
         self._epoch_is_open = False
         self._was_left = False
@@ -61,7 +63,7 @@ class TrainingBatches:
 
     def epoch(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of an epoch, or of the rest of one that a checkpoint is in the midst of."""
-        check_training_loader(loader)
+        check_one_loader(loader, "loader")
         self.end_evaluation()
         state = self._state
         if state.sources.train is None:
@@ -116,6 +118,7 @@ class TrainingBatches:
                     yield batch
                 finally:
                     self._end(paused)
+                self._check_open()
                 if after is not None:
                     after(None, batch, index)
                 del batch
@@ -127,6 +130,9 @@ class TrainingBatches:
         except GeneratorExit:  # a break, or an error on its way: nothing may communicate here
             self._was_left = True
             self._was_thrown_out = _is_left_by_error()
+            raise
+        except Exception:  # of the loader: a loop that catches it may go on with another epoch
+            self._was_left = self._was_thrown_out = True
             raise
         finally:
             close_iterator(iterator)
@@ -203,7 +209,8 @@ class TrainingBatches:
             yield
         finally:
             self._end(paused)
-        self.boundary()
+        if not self.run_has_ended:
+            self.boundary()
 
     # -- boundaries ------------------------------------------------------------------------------------------------
 
@@ -214,10 +221,19 @@ class TrainingBatches:
         """
         if self.in_batch:
             return
+        self._check_open()
         watch = self._state.strategy.watch
         watch.steps_done += 1
         if watch.stop_requested and (signum := watch.agree_on_stop_step()) is not None and signum > 0:
             self._stop(signum)
+
+    def _check_open(self) -> None:
+        """Raise where the body of a batch has ended the run and asks for another batch."""
+        if self.run_has_ended:
+            raise ConfigurationError(
+                "this Run has ended in the body of a batch, by run.end() or by the setup of another Run, so there is "
+                "no next batch: leave the loop where the run ends, or end the run behind the loop"
+            )
 
     def begin_evaluation(self, evaluation: Evaluation) -> None:
         """Begin an evaluation; one that the loop has left ends. Every rank must call."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from torchhal._arguments import check_clip_algorithm, check_positive
 from torchhal.errors import ConfigurationError, ModelError
 from torchhal.precision.base import Precision, needs_closure
 from torchhal.run._batches import TrainingBatches
@@ -82,6 +83,11 @@ class Calls:
         self._backwards = 0
         self._seen: dict[int, int] = {}
         """The number of backward passes at the last step of each optimizer."""
+        self._unclipped: float | None = run.gradient_clip_val or None
+        """The run's, by which nothing clips before the loop asks for it; None where nothing is to be said about it."""
+        if "owns_clipping" in self._features:
+            self._unclipped = None
+        self._warn_once = run.warn_once
         self._skipped: set[int] = set()
         """The optimizers whose last step the precision has skipped."""
         self._owns = {"owns_step", "owns_backward"} & self._features
@@ -167,6 +173,11 @@ class Calls:
             batch: its argument.
             backward: run that backward, too, or let the strategy do it.
         """
+        name = "forward_backward" if backward else "forward"
+        if not callable(function):
+            raise ModelError(f"{name} takes a function of the batch (got {function!r}): {name}(function, batch)")
+        if backward and self._depth:
+            raise ConfigurationError("forward_backward inside of a forward, or of another one: call it from the loop")
         training = self._trains and not self._batches.in_evaluation and torch.is_grad_enabled()
         if backward and not training:
             raise ConfigurationError(
@@ -253,6 +264,14 @@ class Calls:
 
     def clip_gradients(self, optimizer: Any, max_norm: float, algorithm: str) -> torch.Tensor | None:
         """Clip where the batch ends an accumulation; see :meth:`.Strategy.clip_gradients`."""
+        if not hasattr(optimizer, "param_groups"):
+            raise ModelError(
+                "clip_gradients takes the optimizer whose parameters' gradients it clips, and not "
+                f"{type(optimizer).__name__}: clip_gradients(optimizer, max_norm)"
+            )
+        max_norm = check_positive("max_norm", max_norm)
+        algorithm = check_clip_algorithm("algorithm", algorithm)
+        self._unclipped = None
         if self._batches.in_batch and not self._batches.ends_accumulation:
             return None
         if "owns_clipping" in self._features:
@@ -302,6 +321,8 @@ class Calls:
             else:
                 self._check_backward(optimizer)
                 result = StepResult.of(self._strategy.optimizer_step(optimizer))
+            if self._unclipped is not None:
+                self._tell_unclipped()
             self._seen[id(optimizer)] = self._backwards
             self._progress.has_gradients = False
             self._progress.count_step(result)
@@ -314,6 +335,13 @@ class Calls:
             return None if evaluate is None else evaluate.value
 
         return step
+
+    def _tell_unclipped(self) -> None:
+        self._warn_once(
+            f"gradient_clip_val={self._unclipped} clips nothing under strategy {self._strategy.display_name!r}, where "
+            f"the loop clips: call run.clip_gradients(optimizer, {self._unclipped}) before the step"
+        )
+        self._unclipped = None
 
     def _check_backward(self, optimizer: Any) -> None:
         """Raise if the gradients came by ``loss.backward()``: the ranks would part, or a scaled loss be unscaled."""

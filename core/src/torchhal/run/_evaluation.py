@@ -13,11 +13,13 @@ from torchhal.trainer.data._accelerator_loader import start_accelerator_iterator
 from torchhal.trainer.data._batch_transfer import batch_transfer
 from torchhal.trainer.data._evaluation_data import EvaluationData
 from torchhal.trainer.data._iterators import close_iterator
-from torchhal.trainer.data._loaders import check_loader, last_batch
+from torchhal.trainer.data._loaders import check_one_loader, last_batch, loader_length, no_batch
 from torchhal.trainer.run_state import RunState
 
 _ROUND_ENDS, _LEFT = "torchhal: end of round", "torchhal: left"
 """What ranks say, in place of a value, when they have done with a round, or with the evaluation by ``break``."""
+
+_WHAT = "the loader of evaluation_batches"
 
 
 class Evaluation:
@@ -33,7 +35,10 @@ class Evaluation:
     """
 
     def __init__(self, state: RunState, loader: Any, boundary: Callable[[], None]) -> None:
-        check_loader(loader, "loader")
+        check_one_loader(loader, "loader")
+        self._loader = loader
+        if loader_length(loader) == 0:
+            raise no_batch(_WHAT, loader)
         self._state = state
         self._strategy = state.strategy
         self._boundary = boundary
@@ -67,6 +72,8 @@ class Evaluation:
                     everybody = strategy.all_gather_object(mine)
                     ranks = [rank for rank, has in enumerate(everybody) if has]
                 if not ranks:
+                    if not position:  # a generator that was read before, which has no length
+                        raise no_batch(_WHAT, self._loader)
                     return
                 position += 1
                 self.ranks = None if len(ranks) == strategy.world_size else ranks

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
 
+from torchhal import _arguments as arguments
 from torchhal.errors import ModelError
 from torchhal.trainer.run_state import RunState
 
@@ -31,9 +33,12 @@ def log_metrics(
     Raises:
         ModelError: a value is no number.
     """
+    if not isinstance(metrics, Mapping):
+        raise ModelError(f"log takes a dict of numbers by name (got {metrics!r}): run.log({{'loss': loss}})")
+    arguments.check_optional_count("step", step, minimum=0)
     for name, value in metrics.items():
-        numeric = isinstance(value, torch.Tensor) and value.numel() == 1
-        if not isinstance(name, str) or not (numeric or isinstance(value, int | float)):
+        numeric = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
+        if not isinstance(name, str) or not (numeric or isinstance(value, Real)):
             raise ModelError(f"log takes names and numbers, or tensors of one element (got {name!r}: {value!r})")
     every = state.log_every_n_steps
     if not always and (not every or state.progress.total_batches % every):

@@ -23,6 +23,9 @@ _open_runs: list[OpenRun] = []
 
 _exit_registered_in: int | None = None
 
+_program_ends = False
+"""Whether the program has come to its end, so that no one uses what a run leaves."""
+
 
 def end_with_program(run: OpenRun) -> None:
     """End ``run`` with the program, if nothing ends it before."""
@@ -36,10 +39,11 @@ def end_with_program(run: OpenRun) -> None:
         atexit.register(_end_at_exit, os.getpid())
 
 
-def has_ended(run: OpenRun) -> None:
-    """Forget a run."""
+def has_ended(run: OpenRun) -> bool:
+    """Forget a run; return whether the program goes on behind it."""
     if run in _open_runs:
         _open_runs.remove(run)
+    return not _program_ends
 
 
 def end_open_runs() -> None:
@@ -65,6 +69,8 @@ def _close_runs(error: BaseException) -> BaseException:
 def _end_at_exit(pid: int) -> None:
     if pid != os.getpid():
         return
+    global _program_ends
+    _program_ends = True
     error = getattr(sys, "last_value", None)  # where another hook than torchhal's has shown it
     try:
         for run in list(_open_runs):

@@ -174,6 +174,7 @@ class Run(RunRanks):
         Raises:
             ConfigurationError: an object of no kind, or a strategy that only the Trainer can drive.
             ModelError: an optimizer of other models.
+            CheckpointError: the checkpoint is damaged, or of other models, optimizers or objects.
             LaunchError: the strategy starts workers: call :meth:`launch`.
         """
         self._check_not_set_up()
@@ -285,8 +286,10 @@ class Run(RunRanks):
             self._after_end()
 
     def _after_end(self) -> None:
-        has_ended(self)
-        self._trainer.give_back()
+        goes_on = has_ended(self)
+        self._trainer.give_back(goes_on)
+        if self._batches is not None:
+            self._batches.run_has_ended = True
         self._calls = self._batches = None  # or a loader, a model or an optimizer would keep the others
 
     def _stop(self, signum: int) -> None:
@@ -309,7 +312,8 @@ class Run(RunRanks):
     def _check_not_set_up(self) -> None:
         if self._was_set_up:
             raise ConfigurationError(
-                "this Run was set up already: give one setup all models, optimizers and loaders, or make another Run"
+                "this Run was set up already, be it by a setup that failed: give one setup all models, optimizers and "
+                "loaders, or make another Run"
             )
 
     def _ready(self) -> tuple[Calls, TrainingBatches]:
@@ -340,7 +344,10 @@ class Run(RunRanks):
         and ``torch.no_grad()`` are the loop's own. Every rank calls it.
 
         Args:
-            loader: an iterable of batches.
+            loader: an iterable of batches; several are gone through one by one.
+
+        Raises:
+            ModelError: it is no iterable of batches, or gives none.
         """
         _, batches = self._ready()
         return self._evaluate(batches, Evaluation(self._state, given_loader(loader), batches.boundary))
@@ -363,7 +370,7 @@ class Run(RunRanks):
         batches.begin_evaluation(evaluation)
         try:
             yield from evaluation.batches()
-        except GeneratorExit:  # a break, or an error on its way: nothing may communicate here
+        except BaseException:  # a break, or an error on its way: nothing may communicate here
             batches.in_evaluation = False
             raise
         batches.end_evaluation()
@@ -427,7 +434,9 @@ class Run(RunRanks):
             in its step, by the ``gradient_clip_val`` of the run.
 
         Raises:
-            ConfigurationError: the strategy clips by itself, and the run has another ``gradient_clip_val``.
+            ConfigurationError: ``max_norm`` is not above 0, or the strategy clips by itself, and the run has another
+                ``gradient_clip_val``.
+            ModelError: ``optimizer`` is none.
         """
         return self._ready()[0].clip_gradients(optimizer, max_norm, algorithm)
 

@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from torchhal.errors import CheckpointError, ConfigurationError, ModelError
+from torchhal.errors import CheckpointError, CheckpointMismatchError, ConfigurationError, ModelError
 from torchhal.run._setup_objects import SetupObjects
 from torchhal.strategies._fused_optimizers import fuse, unfuse
 from torchhal.trainer import Trainer
 from torchhal.trainer import _trained_by as trained_by
 from torchhal.trainer._configure_optimizers import SchedulerConfig
 from torchhal.trainer.callbacks import Callback, ModelCheckpoint
+from torchhal.trainer.data._loaders import check_one_loader
 from torchhal.trainer.data._sources import DataSources
 
 
@@ -23,16 +24,25 @@ class SaveOnCall(ModelCheckpoint):
 
     def __init__(self) -> None:
         super().__init__(every_n_epochs=0, save_on_train_epoch_end=False)
+        self._has_folder = True
+        """Whether its folder could be written to when the run was set up."""
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         """Choose the folder; one that can't be written to stops no loop that saves elsewhere, or never."""
+        self._has_folder = True
         try:
             super().setup(trainer, module, stage)
-        except (CheckpointError, OSError):
+        except (CheckpointError, ConfigurationError, OSError):  # the second is that of ranks that hear of it
+            self._has_folder = False
             trainer.warn_once(
                 f"{self.dirpath!r} can't be written to, so nothing is saved there when a signal stops this run: give "
                 "torchhal.Run(default_root_dir=...) another folder"
             )
+
+    def save_interrupted(self, trainer: Any) -> None:
+        """Save where a signal stops the run, if its set-up hasn't told that nothing can be saved."""
+        if self._has_folder:
+            super().save_interrupted(trainer)
 
     def save(self, trainer: Any) -> str:
         """Save under the usual name in the run's folder, instead of the last one there; return the path.
@@ -57,8 +67,36 @@ class SavedObjects(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for name, value in self.objects.items():
             if name not in state_dict:
-                raise KeyError(f"the checkpoint has no state of {name!r} (it has {', '.join(state_dict) or 'none'})")
-            value.load_state_dict(state_dict[name])
+                continue
+            try:
+                value.load_state_dict(state_dict[name])
+            except Exception as error:
+                raise CheckpointMismatchError(
+                    f"{name!r}, the {type(value).__name__} that setup got, refuses its state "
+                    f"({type(error).__name__}: {error})"
+                ) from error
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        """Compare the names: a new object begins as it is, but one of another name may be meant by a saved one.
+
+        Inference continues nothing else of the callbacks, so it loads the states here.
+        """
+        states = checkpoint.get("callbacks", {}).get(self.state_key, {})
+        path, missing = trainer._run.ckpt_path, [name for name in self.objects if name not in states]
+        unclaimed = [name for name in states if name not in self.objects]
+        if missing and unclaimed:
+            raise CheckpointMismatchError(
+                f"{path!r} holds the state of {_listed(unclaimed)}, and setup got {_listed(missing)} instead: give the "
+                f"objects the names that they had, setup(..., {unclaimed[0]}=...)"
+            )
+        if missing:
+            trainer.warn_once(f"{path!r} has no state of {_listed(missing)}, so what setup got begins as it is")
+        if trainer.state.fn != "fit":
+            self.load_state_dict(states)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 class RunTrainer(Trainer):
@@ -96,9 +134,11 @@ class RunTrainer(Trainer):
                 f"'accumulate_grad_batches' must be 1 with {len(found.optimizers)} optimizers, each of which steps "
                 f"when the loop says so (got {run.accumulate_grad_batches})"
             )
+        loader = found.loaders[0] if found.loaders else None
+        if loader is not None:
+            check_one_loader(loader, "loader")
         self.found = found
         self.saved_objects.objects = found.others
-        loader = found.loaders[0] if found.loaders else None
         run.module, run.datamodule, run.sources = found.module, None, DataSources(train=loader)
         names: dict[int, str] = {}
         for name, parameter in found.module.named_parameters(remove_duplicate=False):
@@ -122,8 +162,12 @@ class RunTrainer(Trainer):
         run.trained_by = trained_by.describe(found.optimizers, configs, run.module)
         return list(found.optimizers), configs
 
-    def give_back(self) -> None:
-        """Forget the user's objects, and give the optimizers the parameters of the module as it is after the run."""
+    def give_back(self, goes_on: bool) -> None:
+        """Forget the user's objects, and give the optimizers the parameters of the module as it is after the run.
+
+        Args:
+            goes_on: whether the program does, which may use them: a state that is lost is worth a warning.
+        """
         found, self.found = self.found, None
         self.saved_objects.objects = {}
         if found is None:
@@ -140,10 +184,11 @@ class RunTrainer(Trainer):
                     group["params"], changed = own, True
             if changed and optimizer.state:
                 optimizer.state.clear()
-                self.warn_once(
-                    f"the state of the {type(optimizer).__name__} was divided among the ranks, and has ended with the "
-                    "run: to go on with it, continue from a checkpoint (ckpt_path)"
-                )
+                if goes_on:
+                    self.warn_once(
+                        f"the state of the {type(optimizer).__name__} was divided among the ranks, and has ended with "
+                        "the run: to go on with it, continue from a checkpoint (ckpt_path)"
+                    )
 
 
 def replace_parameters(

@@ -35,7 +35,7 @@ class Field:
         return CheckpointCorruptError(
             f"{self.path!r} can't be continued from: its field {self.place!r} must be {expected} "
             f"(got {_short(self.value)}). Continue from another checkpoint, or load the weights alone into the model "
-            "(load_from_checkpoint) and fit without ckpt_path"
+            "(load_from_checkpoint, or load_state_dict) and pass no ckpt_path"
         )
 
     def at(self, key: Any) -> Field:
@@ -119,13 +119,14 @@ def check_training_state(checkpoint: Mapping[str, Any], path: str) -> None:
     if "optimizer_states" not in checkpoint and "loops" not in checkpoint:
         raise CheckpointMismatchError(
             f"{path!r} holds weights only, so training can't continue from it: load them into the model "
-            "(load_from_checkpoint) and fit without ckpt_path"
+            "(load_from_checkpoint, or load_state_dict) and pass no ckpt_path"
         )
     if "torchhal_format" not in checkpoint and "torchhal_version" not in checkpoint:
         raise CheckpointMismatchError(
             f"{path!r} was written by another library (it has {', '.join(map(str, list(checkpoint)[:8]))}): training "
             "can't continue from it, unless the model is that library's own and a plugin for it is installed. Its "
-            "weights are in its 'state_dict': load them into the model (load_from_checkpoint), and pass no ckpt_path"
+            "weights are in its 'state_dict': load them into the model (load_from_checkpoint, or load_state_dict), and "
+            "pass no ckpt_path"
         )
     root = Field(checkpoint, "", path)
     root.at("torchhal_format")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -203,9 +203,10 @@ def check_fits(run: RunState, checkpoint: Mapping[str, Any], path: str) -> dict[
         The per-rank states with which this rank continues, by the kind of their owner.
     """
     strategy = run.strategy
-    _match(path, "optimizer_states", "optimizer", checkpoint, strategy.optimizers)
-    _match(path, "lr_schedulers", "lr_scheduler", checkpoint, strategy.lr_scheduler_configs)
-    check_same(checkpoint.get("trained_by"), run.trained_by, path)
+    source = "setup got" if run.by_hand else "configure_optimizers returned"
+    _match(path, "optimizer_states", "optimizer", checkpoint, strategy.optimizers, source)
+    _match(path, "lr_schedulers", "lr_scheduler", checkpoint, strategy.lr_scheduler_configs, source)
+    check_same(checkpoint.get("trained_by"), run.trained_by, path, by_hand=run.by_hand)
     for index, (optimizer, state) in enumerate(zip(strategy.optimizers, checkpoint["optimizer_states"], strict=True)):
         try:
             with _naming(path, f"optimizer_states/{index}"):
@@ -311,11 +312,13 @@ def _naming(path: str, field: str) -> Iterator[None]:
         raise CheckpointMismatchError(f"{path!r}, field {field!r}: {why}") from error
 
 
-def _match(path: str, field: str, what: str, checkpoint: Mapping[str, Any], present: list[Any]) -> None:
+def _match(
+    path: str, field: str, what: str, checkpoint: Mapping[str, Any], present: Sequence[Any], source: str
+) -> None:
     if len(checkpoint[field]) != len(present):
         raise CheckpointMismatchError(
-            f"{path!r} holds the state of {len(checkpoint[field])} {what}(s) in its field {field!r}, but "
-            f"configure_optimizers returned {len(present)}"
+            f"{path!r} holds the state of {len(checkpoint[field])} {what}(s) in its field {field!r}, but {source} "
+            f"{len(present)}"
         )
 
 
@@ -360,6 +363,11 @@ def resolve_path(run: RunState, ckpt_path: Any) -> str | None:
     if ckpt_path is None:
         return None
     if ckpt_path == "best":
+        if run.by_hand:
+            raise ConfigurationError(
+                "ckpt_path='best' is the Trainer's, whose ModelCheckpoint compares what it saves: pass setup the path, "
+                "or 'last'"
+            )
         callbacks = [callback for callback in run.checkpoint_callbacks if callback.best_model_path]
         if not callbacks:
             raise ConfigurationError(

@@ -49,8 +49,9 @@ def save_interrupted(run: RunState, signum: int) -> None:
     except Exception:
         if run.is_global_zero:
             name, last = signal.Signals(signum).name, checkpointing.last_checkpoint(run)
+            what = "run" if run.by_hand else "fit"
             run.print(
-                f"torchhal: fit stopped on {name} at step {run.global_step}, which could not be saved, so no "
+                f"torchhal: {what} stopped on {name} at step {run.global_step}, which could not be saved, so no "
                 f"scheduler is asked for another life. The newest checkpoint is {last or 'none'}",
                 file=sys.stderr,
             )

@@ -50,16 +50,20 @@ def _same_schedulers(before: Sequence[str], here: Sequence[str]) -> bool:
     )
 
 
-def check_same(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None, path: str) -> None:
+def check_same(
+    saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None, path: str, *, by_hand: bool = False
+) -> None:
     """Raise CheckpointMismatchError where a state would be loaded into another optimizer, group or scheduler.
 
     Args:
         saved: what :func:`describe` gave in the run that wrote ``path``; None if the checkpoint lacks it.
         now: its result in this run.
         path: the checkpoint, for the message.
+        by_hand: whether a Run's setup gave them, and not ``configure_optimizers``.
     """
     if saved is None or now is None:
         return
+    owner = "the loop" if by_hand else "configure_optimizers"
     classes = [each["class"] for each in saved["optimizers"]], [each["class"] for each in now["optimizers"]]
     schedulers = saved["lr_schedulers"], now["lr_schedulers"]
     for what, (before, here), same in (
@@ -69,9 +73,10 @@ def check_same(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None, p
         if not same:
             raise CheckpointMismatchError(
                 f"{path!r} (field 'trained_by') holds the state of the {what}(s) {_listed(before)}, but "
-                "configure_optimizers returned "
-                f"{_listed(here)}: return those again, in that order, or load the weights alone into the model "
-                "(load_from_checkpoint) and fit without ckpt_path"
+                f"{'setup got' if by_hand else 'configure_optimizers returned'} {_listed(here)}: "
+                f"{'give' if by_hand else 'return'} those again, in that order, or load the weights alone into the "
+                f"model{'' if by_hand else ' (load_from_checkpoint)'} and {'set up' if by_hand else 'fit'} without "
+                "ckpt_path"
             )
     for number, (before, here) in enumerate(zip(saved["optimizers"], now["optimizers"], strict=True)):
         for index, (old, new) in enumerate(zip(before["groups"], here["groups"], strict=False)):
@@ -79,7 +84,7 @@ def check_same(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None, p
             if [name for name in old if name in common] != [name for name in new if name in common]:
                 raise CheckpointMismatchError(
                     f"{path!r} (field 'trained_by') holds the state of the parameters {_listed(old[:4])}, ... in group "
-                    f"{index} of optimizer {number}, but configure_optimizers gives them in the order "
+                    f"{index} of optimizer {number}, but {owner} gives them in the order "
                     f"{_listed(new[:4])}, ...: a state goes by its place. Keep the order; a set has none"
                 )
     places = _places(saved)
@@ -88,7 +93,7 @@ def check_same(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None, p
             (optimizer, group), (other, other_group) = place, places[name]
             raise CheckpointMismatchError(
                 f"{path!r} (field 'trained_by') holds the state of parameter {name!r} in group {other_group} of "
-                f"optimizer {other}, but configure_optimizers puts it into group {group} of optimizer {optimizer}: "
+                f"optimizer {other}, but {owner} puts it into group {group} of optimizer {optimizer}: "
                 "keep the groups, and their order, as they were"
             )
 

@@ -37,7 +37,7 @@ from torchhal.trainer._settings import RunSettings, Setting
 from torchhal.trainer._trial import keep_unused
 from torchhal.trainer._unknown_arguments import explain_unknown_arguments
 from torchhal.trainer.callbacks import Callback
-from torchhal.trainer.data._loaders import as_loaders, check_loader, check_training_loader
+from torchhal.trainer.data._loaders import as_loaders, check_loader, check_one_loader
 from torchhal.trainer.data._sources import DataSources, check_datamodule, check_no_second, find_source
 from torchhal.trainer.loggers import Logger
 from torchhal.trainer.loops._evaluation_loop import EvaluationLoop
@@ -328,7 +328,7 @@ class Trainer(TrainerProperties):
         train_dataloaders = adapters.adapt_loaders(model, "train", train_dataloaders)
         val_dataloaders = adapters.adapt_loaders(model, "validate", val_dataloaders)
         if train_dataloaders is not None:
-            check_training_loader(train_dataloaders)
+            check_one_loader(train_dataloaders)
         for loader in as_loaders(val_dataloaders):
             check_loader(loader, "val_dataloaders")
         sources = DataSources(train=train_dataloaders, validate=val_dataloaders)

@@ -110,13 +110,19 @@ def check_loader(loader: Any, what: str) -> None:
         raise ModelError(f"'{what}' must be an iterable of batches, such as a DataLoader (got {loader!r}){hint}")
 
 
-def check_training_loader(loader: Any) -> None:
-    check_loader(loader, "train_dataloaders")
+def check_one_loader(loader: Any, what: str = "train_dataloaders") -> None:
+    """Raise unless ``loader`` is one iterable of batches.
+
+    Args:
+        loader: the user's.
+        what: the argument that it comes from, for messages.
+    """
+    check_loader(loader, what)
     if isinstance(loader, list | tuple) and loader and all(map(is_loader, loader)):
         hint = "combine them in one" if len(loader) > 1 else "pass that loader itself"
         raise ModelError(
-            f"'train_dataloaders' must be one iterable of batches (got a {type(loader).__name__} of {len(loader)} "
-            f"loader(s)): {hint}"
+            f"'{what}' must be one iterable of batches (got a {type(loader).__name__} of {len(loader)} loader(s)): "
+            f"{hint}"
         )
 
 

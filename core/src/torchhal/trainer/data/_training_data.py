@@ -21,7 +21,7 @@ from torchhal.trainer.data._accelerator_loader import (
 from torchhal.trainer.data._compound import loaders_of
 from torchhal.trainer.data._context import DataContext
 from torchhal.trainer.data._iterators import close_loader
-from torchhal.trainer.data._loaders import check_training_loader, limit_length, loader_length, no_batch
+from torchhal.trainer.data._loaders import check_one_loader, limit_length, loader_length, no_batch
 from torchhal.trainer.data._sharing import prepare_loader, prepare_rest, replicas, sampler_seed
 
 
@@ -40,7 +40,7 @@ class TrainingData(RunPart[DataContext]):
     """
 
     def __init__(self, loader: Any, run: DataContext) -> None:
-        check_training_loader(loader)
+        check_one_loader(loader)
         super().__init__(run)
         self.given = loader
         self.loader = self._whole = prepare_loader(loader, run, training=True)
@@ -70,10 +70,14 @@ class TrainingData(RunPart[DataContext]):
         if len(set(lengths)) > 1:
             listing = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
             counts = [length for length in lengths if length is not None]
-            hint = f"limit_train_batches={min(counts)}" if len(counts) == len(lengths) else "the same kind of loader"
+            hint = f"use limit_train_batches={min(counts)}"
+            if len(counts) < len(lengths):
+                hint = "use the same kind of loader"
+            elif self.run.by_hand:
+                hint = f"leave out those after {min(counts)}"
             raise ModelError(
-                f"every rank must train on the same number of batches ({listing}): use {hint}, or let the Trainer "
-                "share one dataset out (use_distributed_sampler=True)"
+                f"every rank must train on the same number of batches ({listing}): {hint}, or let the "
+                f"{'Run' if self.run.by_hand else 'Trainer'} share one dataset out (use_distributed_sampler=True)"
             )
 
     def _limit(self) -> tuple[int | float, str]:
