@@ -371,3 +371,78 @@ def test_planning_and_trying_leave_no_trace(sim: None) -> None:
     for name, value in states[0][0].items():
         assert torch.equal(value.cpu(), states[1][0][name].cpu()), name
     assert torch.equal(states[0][1], states[1][1])
+
+
+# -- batch sizes ------------------------------------------------------------------------------------------------------
+
+
+def fit_with_batch_size(limit: int, samples: int, size: int, tmp: Any = None, **options: Any) -> tuple[Any, Any, int]:
+    """Return the decision, the sizes of the batches that were trained on, and the peak."""
+    from memory_models import PeakOf
+
+    import torchhal_simulator
+
+    sizes: list[int] = []
+    peaks: list[int] = []
+
+    class Watched(MODELS["Deep"]):  # type: ignore[misc, valid-type]
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            sizes.append(len(batch[0]))
+            return super().training_step(batch, batch_idx)  # type: ignore[no-any-return]
+
+    with torchhal_simulator.simulate(devices=1, memory=limit):
+        torch.manual_seed(0)
+        model = Watched()
+        trainer = Trainer(
+            accelerator="sim", devices=1, max_epochs=1, batch_size="auto", **{**QUIET, **options},
+        )  # type: ignore[arg-type]  # fmt: skip
+        trainer.callbacks.append(PeakOf(torch.get_device_module("sim"), peaks))
+        data = TensorDataset(*model.batch(samples))
+        trainer.fit(model, DataLoader(data, size))
+    assert trainer._run.auto is not None
+    return trainer._run.auto.decision, sizes, peaks[-1]
+
+
+def test_the_largest_batch_that_fits(sim: None) -> None:
+    decision, sizes, peak = fit_with_batch_size(80_000_000, 2048, 48)
+    assert decision["batch_size"] == 1024 and decision["alias"] == "single_device"
+    assert sizes[-2:] == [1024] * 2 and peak <= 80_000_000
+    assert 2 * 1024 * 24 * 1024 + 25e6 > 80e6 / 1.12, "twice as many would not fit"
+
+
+def test_no_batch_is_larger_than_the_data(sim: None) -> None:
+    decision, sizes, _ = fit_with_batch_size(800_000_000, 300, 16)
+    assert decision["batch_size"] == 256 and sizes[-2:] == [256, 44]
+
+
+def test_a_batch_that_fits_by_no_margin_stays(sim: None) -> None:
+    assert fit_with_batch_size(80_000_000, 4096, 1500)[0]["batch_size"] == 1500
+
+
+def test_batches_without_a_size_are_refused(sim: None) -> None:
+    trainer = Trainer(accelerator="sim", devices=1, batch_size="auto", **QUIET)  # type: ignore[arg-type]
+    with pytest.raises(torchhal.errors.ConfigurationError, match="the batch size of what was passed can't be changed"):
+        trainer.fit(MODELS["Deep"](), loader(MODELS["Deep"]()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["AUTO", 32, True, 0, "largest"])
+def test_nonsense_for_a_batch_size(value: Any) -> None:
+    with pytest.raises(torchhal.errors.ConfigurationError, match="'batch_size' must be 'auto'"):
+        Trainer(batch_size=value)
+
+
+def test_a_run_that_is_continued_keeps_its_batch_size(sim: None, tmp_path: Path) -> None:
+    kept = {"default_root_dir": str(tmp_path), "enable_checkpointing": True}
+    first = fit_with_batch_size(80_000_000, 2048, 48, **kept)[0]
+    path = next(tmp_path.rglob("*.ckpt"))
+    import torchhal_simulator
+
+    with torchhal_simulator.simulate(devices=1, memory=400_000_000):
+        trainer = Trainer(
+            accelerator="sim", devices=1, max_epochs=2, batch_size="auto", **QUIET
+        )  # type: ignore[arg-type]  # fmt: skip
+        model = MODELS["Deep"]()
+        trainer.fit(model, DataLoader(TensorDataset(*model.batch(2048)), 48), ckpt_path=path)  # type: ignore[arg-type]
+    assert trainer._run.auto is not None and trainer._run.auto.decision is not None
+    assert trainer._run.auto.decision["batch_size"] == first["batch_size"] == 1024
+    assert trainer.global_step == 4

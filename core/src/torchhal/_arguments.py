@@ -152,6 +152,16 @@ def check_deterministic(value: Any) -> bool | str:
     raise ConfigurationError(f"'deterministic' must be True, 'warn', or False or None for neither (got {value!r})")
 
 
+def check_batch_size(value: Any) -> bool:
+    """Return whether the batch size is to be found."""
+    if value is None or value == "auto":
+        return value is not None
+    raise ConfigurationError(
+        f"'batch_size' must be 'auto', for the largest that fits, or None, for that of the loader (got {value!r}): a "
+        "number of your own belongs into the DataLoader"
+    )
+
+
 def check_folder(name: str, value: Any) -> str:
     """Return a local path or an fsspec URL as str; the working directory for None."""
     path = os.getcwd() if value is None else os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -1,4 +1,4 @@
-"""Hold what strategy="auto" was asked with, and what was decided."""
+"""Hold what strategy="auto" and batch_size="auto" were asked with, and what was decided."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from torchhal.resolve import Plan, Request
 
 @dataclass
 class AutoStrategy:
-    """The choice of a strategy that is left to the planner.
+    """The choices that are left to the planner: of a strategy, of a batch size, or of both.
 
     Attributes:
         request: the Trainer's hardware arguments.
+        finds_batch_size: the batches of the training loader are to be as large as fits.
         base: the plan with the default strategy, before any run; None until the first fit.
         decision: rank 0's, as plain data; None where the default strategy stays.
     """
 
     request: Request
+    finds_batch_size: bool = False
     base: Plan | None = None
     decision: dict[str, Any] | None = None
 

@@ -77,11 +77,14 @@ class Trainer(TrainerProperties):
 
     Args:
         accelerator: alias, class or object of an accelerator, or "auto".
-        strategy: alias, class or object of a strategy, or "auto".
+        strategy: alias, class or object of a strategy, or "auto": the cheapest with which a step of fit fits into
+            memory.
         devices: a count, -1 for all, indices ([0, 2] or "0,2"), or "auto".
         num_nodes: machines that take part; "auto": as many as the launcher has started processes on.
         precision: alias ("32-true", "bf16-mixed", ...) or object.
         plugins: precision, checkpoint IO and cluster environment, as objects or aliases.
+        batch_size: "auto": the largest power of two of samples in each of the training loader's batches, and at least
+            as many as it has, with which a step fits into memory; the learning rate stays as it is. None: the loader's.
         logger: True (or None) for CSV files, False, or a logger, an alias ("tensorboard"), an alias with options
             ({"csv": {"name": "mine"}}), or several of these.
         callbacks: a callback, an alias ("ema"), an alias with options, or several of these.
@@ -152,6 +155,7 @@ class Trainer(TrainerProperties):
         num_nodes: int | str = 1,
         precision: AliasOptions | Precision | type[Precision] | int | str | None = None,
         plugins: Sequence[PluginPart] | PluginPart | None = None,
+        batch_size: str | None = None,
         logger: bool | AliasOptions | Logger | Sequence[AliasOptions | Logger | str] | str | None = True,
         callbacks: AliasOptions | Callback | Sequence[AliasOptions | Callback | str] | str | None = None,
         default_root_dir: str | os.PathLike[str] | None = None,
@@ -221,8 +225,9 @@ class Trainer(TrainerProperties):
         request = self._run.adapters.adapt_request(request)
         plan = resolve(request, on_environment_chosen=expect)
         self._run.compose(plan)
-        if request.is_auto_strategy:
-            self._run.auto = AutoStrategy(request)
+        finds_batch_size = arguments.check_batch_size(batch_size)
+        if request.is_auto_strategy or finds_batch_size:
+            self._run.auto = AutoStrategy(request, finds_batch_size)
         if self.sync_batchnorm:
             self.strategy.check_sync_batchnorm(plan.world_size)
 

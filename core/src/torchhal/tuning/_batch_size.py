@@ -17,15 +17,15 @@ from torchhal.trainer._trial import fit_trial, launch_trials, make_trial
 from torchhal.trainer._trial_state import RestoreState, check_idle, copy_data, copy_model
 from torchhal.trainer.adapters import run_of
 from torchhal.trainer.callbacks import Callback
-from torchhal.trainer.data._loaders import loader_length
-from torchhal.trainer.data._sharing import replicas
-from torchhal.tuning._batch_size_search import bisect, check_arguments, nothing_fits
-from torchhal.tuning._batch_size_source import (
+from torchhal.trainer.data._batch_size_source import (
     check_batch_size,
     check_batch_size_source,
     loader_of_size,
     set_batch_size,
 )
+from torchhal.trainer.data._loaders import loader_length
+from torchhal.trainer.data._sharing import replicas
+from torchhal.tuning._batch_size_search import bisect, check_arguments, nothing_fits
 
 _log = logging.getLogger("torchhal")
 

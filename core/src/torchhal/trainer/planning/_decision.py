@@ -10,10 +10,12 @@ from torch.utils._pytree import tree_leaves
 
 from torchhal.errors import TorchhalError
 from torchhal.memory_estimate import bytes_of, format_bytes
+from torchhal.plugin import Candidate
 from torchhal.resolve import Plan
 from torchhal.resolve._options import StrategyOption, strategy_options
 from torchhal.strategies import Strategy
 from torchhal.trainer._trial import unused_copy
+from torchhal.trainer.planning._batch_sizes import MOST_SAMPLES, batch_of_size, samples_of
 from torchhal.trainer.planning._choice import MARGIN, Candidacy, Choice, candidates, choose, least, with_margin
 from torchhal.trainer.planning._measured_steps import MeasuredSteps
 from torchhal.trainer.planning._remedies import remedies
@@ -34,12 +36,13 @@ class Planner:
         run: of rank 0, before its set-up.
         base: the plan with the default strategy.
         limit: bytes that each device has.
+        keeps_batch_size: the loader has the batches of the continued run, which stay.
 
     Raises:
         Exception: what the model, its optimizers or its data raise where they are copied.
     """
 
-    def __init__(self, run: RunState, base: Plan, limit: int) -> None:
+    def __init__(self, run: RunState, base: Plan, limit: int, *, keeps_batch_size: bool = False) -> None:
         assert run.auto is not None
         self._run, self._limit, self._base = run, limit, base
         self._default = unused_copy(base).build()
@@ -54,7 +57,20 @@ class Planner:
             make=trained.make,
             why_unknown=trained.why_unknown,
         )
-        self._options = [self._allowed(option) for option in strategy_options(plan, run.auto.request)]
+        self._samples = 0
+        """Of a batch, where the planner finds its size; else 0."""
+        self._most_samples = MOST_SAMPLES
+        if run.auto.finds_batch_size:
+            self._samples = samples_of(trained.batch)
+            if keeps_batch_size:
+                self._most_samples = self._samples
+            elif trained.most_samples is not None:
+                self._most_samples = max(self._samples, min(MOST_SAMPLES, trained.most_samples))
+        if run.auto.request.is_auto_strategy:
+            options = strategy_options(plan, run.auto.request)
+        else:
+            options = [StrategyOption(plan.strategy.alias, Candidate(0), plan)]
+        self._options = [self._allowed(option) for option in options]
         self._left = candidates(self._options, self._steps, run.strategy.world_size)
         self._seen: list[Candidacy] = []
         self._made_for = made_for(run, trained)
@@ -81,8 +97,25 @@ class Planner:
             )
         return self._decision(choice)
 
+    def _largest_batch(self, choice: Choice) -> int:
+        """Return the largest power of two of samples that fits, at least those of the loader's batches."""
+        found, size = self._samples, 1 << self._samples.bit_length()
+        if not choice.fits or not choice.chosen.is_known:
+            return found
+        while size <= self._most_samples:
+            steps = self._steps.with_batch(batch_of_size(self._steps.batch, size))
+            world_size = self._run.strategy.world_size
+            measured = steps.measure(choice.chosen.strategy, world_size, fused=choice.chosen.fused)
+            if not measured.step.is_known or with_margin(measured.phases.peak) > self._limit:
+                break
+            found, size = size, 2 * size
+        return found
+
     def decide_again(self, decision: Mapping[str, Any]) -> dict[str, Any]:
         """Return the next decision, as the candidate of ``decision`` has run out of memory."""
+        if decision["batch_size"] > self._samples:
+            self._most_samples = max(self._samples, decision["batch_size"] // 2)
+            return self.decide()
         self._failed.add((decision["name"], decision["fused"]))
         rows = list(self._rows())
         if any(row.phases is not None and row.key not in self._failed for row in rows):
@@ -107,6 +140,8 @@ class Planner:
 
     def _decision(self, choice: Choice) -> dict[str, Any]:
         option = choice.chosen.option
+        size = self._largest_batch(choice) if self._samples else 0
+        grown = size > self._samples
         return {
             "alias": option.alias,
             "options": dict(option.options),
@@ -114,7 +149,8 @@ class Planner:
             "fused": choice.chosen.fused,
             "batches": self._batches(choice.chosen),
             "reason": choice.reason(),
-            "tight": not choice.chosen.is_known or with_margin(choice.peak) > _TIGHT * self._limit,
+            "tight": grown or not choice.chosen.is_known or with_margin(choice.peak) > _TIGHT * self._limit,
+            "batch_size": size,
             "limit": self._limit,
             "made_for": self._made_for,
         }
@@ -136,6 +172,7 @@ class Planner:
                     "fused": bool(kept.get("fused")),
                     "batches": batch_factor(self._default, option.plan.strategy.value),
                     "reason": str(kept.get("reason")),
+                    "batch_size": self._samples,
                     "tight": False,
                     "limit": limit,
                     "made_for": self._made_for,

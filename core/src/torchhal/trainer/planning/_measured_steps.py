@@ -55,10 +55,12 @@ class MeasuredSteps:
         why_unknown: str = "",
     ) -> None:
         self.memory = memory
+        self.batch = batch
         self.why_unknown = why_unknown
         self._batch_bytes = sum(bytes_of(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
         precision = copy.deepcopy(precision)
         precision.setup(accelerator, device)
+        self._given: dict[str, Any] = {"accelerator": accelerator, "device": device, "precision": precision}
         self._device_type = accelerator.device_type
         self._scales = "scales_loss" in precision.features
         self._fake = {
@@ -76,6 +78,10 @@ class MeasuredSteps:
         if make is not None:
             self._real = RealStep(make, memory, batch, accelerator=accelerator, device=device, precision=precision)
         self.batch_bytes = 0
+
+    def with_batch(self, batch: Any) -> MeasuredSteps:
+        """Return the same with another batch, which may lie on the meta device; no real step is taken with it."""
+        return MeasuredSteps(self.memory, batch, make=None, why_unknown=self.why_unknown, **self._given)
 
     @property
     def can_fuse(self) -> bool:

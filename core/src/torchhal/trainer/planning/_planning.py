@@ -15,6 +15,7 @@ from torchhal.resolve import Plan
 from torchhal.resolve._options import replan
 from torchhal.trainer import _checkpointing as checkpointing
 from torchhal.trainer._trial import unused_copy
+from torchhal.trainer.planning._batch_sizes import MOST_SAMPLES, check_source, give_batch_size
 from torchhal.trainer.planning._trial_steps import runs_out_of_memory
 from torchhal.trainer.run_state import RunState
 
@@ -51,15 +52,23 @@ def plan_strategy(run: RunState, ckpt_path: Any) -> None:
     """
     assert run.auto is not None
     base = run.auto.base
+    if run.auto.finds_batch_size:
+        check_source(run)
     limit = None if base is None else _least_limit(run)
     if base is None or limit is None:
+        if run.auto.finds_batch_size:
+            run.warn_once(
+                "batch_size='auto' keeps that of the loader: how much memory the devices have is not known. "
+                "torchhal.tuning.find_batch_size(trainer, model, ...) tries sizes instead"
+            )
         if run.auto.decision is not None:
             follow(run, default_decision(run.auto.base or run.plan))
         return
-    planner = _make_planner(run, base, limit) if run.strategy.is_global_zero else None
+    kept = _kept_decision(run, ckpt_path) if run.strategy.is_global_zero else None
+    keeps = _keep_batch_size(run, kept)
+    planner = _make_planner(run, base, limit, keeps) if run.strategy.is_global_zero else None
     first = None
     if run.strategy.is_global_zero:
-        kept = _kept_decision(run, ckpt_path)
         first = _guarded(run, base, lambda: planner.decide(kept) if planner else None) or default_decision(base)
     decision = _agree(run, first)
     while decision["tight"] and not run.by_hand and runs_out_of_memory(run):
@@ -71,6 +80,10 @@ def plan_strategy(run: RunState, ckpt_path: Any) -> None:
     if (decision["fused"] or decision["name"] != base.strategy.alias) and decision["reason"] not in run.said:
         run.said.add(decision["reason"])
         run.announce(f"strategy 'auto': {decision['reason']}")
+    if decision["batch_size"]:
+        run.announce(
+            f"batch_size='auto': {decision['batch_size']} samples in each rank's batch; the learning rate is left alone"
+        )
 
 
 def _agree(run: RunState, mine: dict[str, Any] | None, said: str = "") -> dict[str, Any]:
@@ -104,7 +117,9 @@ def _least_limit(run: RunState) -> int | None:
     if len(limits) < len(everybody):
         return None
     least, parameters = min(limits), max(size for _, size in everybody)
-    return None if parameters < least * _NEGLIGIBLE and not _builds_later(run) else least
+    assert run.auto is not None
+    matters = run.auto.finds_batch_size or _builds_later(run) or parameters >= least * _NEGLIGIBLE
+    return least if matters else None
 
 
 def _limit(run: RunState) -> int | None:
@@ -128,11 +143,11 @@ def _builds_later(run: RunState) -> bool:
     )
 
 
-def _make_planner(run: RunState, base: Plan, limit: int) -> Planner | None:
+def _make_planner(run: RunState, base: Plan, limit: int, keeps_batch_size: bool) -> Planner | None:
     """Return what chooses; None where the model can't be measured."""
     from torchhal.trainer.planning._decision import Planner  # it imports fake tensors, which few runs need
 
-    return _guarded(run, base, lambda: Planner(run, base, limit))
+    return _guarded(run, base, lambda: Planner(run, base, limit, keeps_batch_size=keeps_batch_size))
 
 
 def _guarded(run: RunState, base: Plan, function: Callable[[], T | None]) -> T | None:
@@ -151,7 +166,32 @@ def _guarded(run: RunState, base: Plan, function: Callable[[], T | None]) -> T |
 def default_decision(base: Plan) -> dict[str, Any]:
     """Return the decision for the default strategy."""
     alias = base.strategy.alias
-    return {"alias": alias, "options": {}, "name": alias, "fused": False, "batches": 1, "reason": "", "tight": False}
+    return {
+        "alias": alias,
+        "options": {},
+        "name": alias,
+        "fused": False,
+        "batches": 1,
+        "reason": "",
+        "tight": False,
+        "batch_size": 0,
+    }
+
+
+def _keep_batch_size(run: RunState, kept: Mapping[str, Any] | None) -> bool:
+    """Let the loader have the batches that the continued run had, to which a learning rate belongs.
+
+    Called on every rank; returns whether there were any.
+    """
+    assert run.auto is not None
+    if not run.auto.finds_batch_size:
+        return False
+    size = None if kept is None else kept.get("batch_size")
+    mine = size if type(size) is int and 0 < size <= MOST_SAMPLES else None
+    size = mine if run.strategy.world_size == 1 else run.strategy.broadcast(mine)
+    if size is not None:
+        give_batch_size(run, size)
+    return size is not None
 
 
 def _kept_decision(run: RunState, ckpt_path: Any) -> Mapping[str, Any] | None:
@@ -194,3 +234,5 @@ def follow(run: RunState, decision: dict[str, Any], *, launched: bool = True) ->
         run.strategy.devices, run.strategy.num_nodes = devices, nodes  # those that were left to the launcher
         if launched:
             run.strategy.setup_environment()
+    if launched and decision["batch_size"]:
+        give_batch_size(run, decision["batch_size"])

@@ -22,9 +22,10 @@ from torchhal.rng import host_generators_restored
 from torchhal.strategies._optimizer_trials import copy_optimizer
 from torchhal.trainer._configure_optimizers import configure_optimizers
 from torchhal.trainer._fake_copy import FakeCopy
+from torchhal.trainer._resume import data_parallel_rank
 from torchhal.trainer._trial import make_trial
 from torchhal.trainer.callbacks._meta_copy import measure
-from torchhal.trainer.data._loaders import LOADER_HOOKS
+from torchhal.trainer.data._loaders import LOADER_HOOKS, loader_length
 from torchhal.trainer.planning._first_batch import first_batch
 from torchhal.trainer.run_state import RunState
 
@@ -41,12 +42,14 @@ class TrainedModel:
         batch: of one rank, as the loader gives it; None where it is not known.
         make: returns a copy of the model with values, and its optimizers; None where a step of it can't be taken.
         why_unknown: why no step is known; "" where one is.
+        most_samples: those that one rank's share of the data has; None where that is not known.
     """
 
     memory: ModelMemory
     batch: Any
     make: Callable[[], tuple[Any, Any]] | None
     why_unknown: str = ""
+    most_samples: int | None = None
 
 
 class CountedBatches(NamedTuple):
@@ -98,7 +101,7 @@ def _copy_module(run: RunState, precision: Precision) -> TrainedModel:
     if not implements(module, "configure_optimizers"):
         raise ModelError(f"{type(module).__name__} has no configure_optimizers")
     optimizers, _ = configure_optimizers(module)
-    batch, reason = _batch(run, module, datamodule)
+    loader, batch, reason = _batch(run, module, datamodule)
 
     def make() -> tuple[Any, Sequence[Optimizer]]:
         real = copy.deepcopy(run.module)
@@ -111,20 +114,22 @@ def _copy_module(run: RunState, precision: Precision) -> TrainedModel:
         real = copy.deepcopy(precision).convert_module(real)
         return real, configure_optimizers(real)[0]
 
-    return TrainedModel(measure(module, optimizers), batch, None if reason else make, reason)
+    samples = loader_length(getattr(loader, "dataset", None))
+    most = None if samples is None else max(1, samples // data_parallel_rank(run)[0])
+    return TrainedModel(measure(module, optimizers), batch, None if reason else make, reason, most)
 
 
-def _batch(run: RunState, module: Any, datamodule: Any) -> tuple[Any, str]:
-    """Return a batch, or why there is none."""
+def _batch(run: RunState, module: Any, datamodule: Any) -> tuple[Any, Any, str]:
+    """Return the training loader, a batch of it, and why there is none."""
     loader = run.sources.train
     hook = LOADER_HOOKS["train"]
     try:
         for owner in (datamodule, module):
             if loader is None and implements(owner, hook):
                 loader = run.adapters.adapt_loaders(run.module, "train", getattr(owner, hook)())
-        return first_batch(loader), ""
+        return loader, first_batch(loader), ""
     except Exception as error:
-        return None, f"no batch of the training data is known ({type(error).__name__}: {error})"
+        return loader, None, f"no batch of the training data is known ({type(error).__name__}: {error})"
 
 
 def _copy_by_hand(run: RunState, precision: Precision) -> TrainedModel:
@@ -137,7 +142,7 @@ def _copy_by_hand(run: RunState, precision: Precision) -> TrainedModel:
         optimizer.state.clear()
     batch, reason = None, "the step of a loop with several models is not known"
     if list(found.models) == [""]:
-        batch, reason = _batch(run, module, None)
+        _, batch, reason = _batch(run, module, None)
         vars(module)["training_step"] = MethodType(_step_by_hand, module)
     return TrainedModel(measure(module, optimizers), batch, None, reason)
 

@@ -35,7 +35,7 @@ def _tries(run: RunState) -> bool:
     if run.sources.train is not None and is_one_shot(run.sources.train):
         return False  # its batches would be missing in the fit
     trial = make_trial(run.trainer, [RestoreState()], max_steps=_STEPS, limit_train_batches=1.0, overfit_batches=0.0)
-    trial._run.auto = AutoStrategy(run.auto.request, None, run.auto.decision)
+    trial._run.auto = AutoStrategy(run.auto.request, decision=run.auto.decision)
     try:
         model, datamodule = copy_model(run.module, "strategy='auto'"), copy_data(run.datamodule)
     except ConfigurationError:  # untried

@@ -9,8 +9,8 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from torchhal._overrides import implements
 from torchhal.errors import ConfigurationError
+from torchhal.trainer._fields import find_field, set_field
 from torchhal.trainer.data._samplers import with_batch_size
-from torchhal.tuning._fields import find_field, set_field
 
 DEFAULT_ATTRIBUTE: Final = "batch_size"
 
