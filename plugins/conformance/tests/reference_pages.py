@@ -20,7 +20,7 @@ from torchhal.accelerators import Accelerator
 from torchhal.checkpoint import CheckpointIO, CheckpointLocation
 from torchhal.cluster import ClusterEnvironment
 from torchhal.launchers import Launcher
-from torchhal.plugin import Availability, Component, Hookspecs
+from torchhal.plugin import Availability, Candidate, Component, Hookspecs
 from torchhal.precision import Precision
 from torchhal.strategies import ParallelStrategy, Strategy
 from torchhal.trainer.callbacks import Callback
@@ -42,7 +42,7 @@ class Page:
 
 PAGES = (
     Page(
-        "plugin.md", "GEN", "Plugins", (Hookspecs, Component, Availability),
+        "plugin.md", "GEN", "Plugins", (Hookspecs, Component, Candidate, Availability),
         "What a manifest implements and returns. [Write a plugin](../how-to/write-a-plugin.md) makes one.",
     ),
     Page(
