@@ -24,7 +24,7 @@ from torchhal.plugin import Candidate, Component
 from torchhal.resolve._options import StrategyOption
 from torchhal.step_memory import MemoryByPhase, PhaseMemory, StepMemory
 from torchhal.strategies._fused_optimizers import can_fuse, fuse, unfuse
-from torchhal.trainer.planning._choice import MARGIN, Candidacy, choose
+from torchhal.trainer.planning._choice import MARGIN, Candidacy, NoCandidateLeftError, choose
 from torchhal.trainer.planning._first_batch import first_batch
 
 
@@ -84,7 +84,7 @@ def test_the_first_that_fits_with_the_margin_or_else_the_smallest(
     left = [(index, peak) for index, peak in enumerate(peaks) if peak is not None and index not in failed]
     fitting = [index for index, peak in left if round(peak * (1 + MARGIN)) <= limit]
     if not left:
-        with pytest.raises(ValueError, match="no candidate is left"):
+        with pytest.raises(NoCandidateLeftError):
             choose(rows, limit, excluded)
         return
     found = choose(iter(rows), limit, excluded)
@@ -207,7 +207,7 @@ def test_only_optimizers_that_leave_it_open_are_fused() -> None:
 
 def test_the_fused_optimizer_where_the_step_decides(sim: None) -> None:
     plenty, peak, _ = planned_run("Deep", 1, 80_000_000)
-    assert (plenty["alias"], plenty["fused"], plenty["tight"]) == ("single_device", False, False)
+    assert (plenty["alias"], plenty["fused"], plenty["tried"]) == ("single_device", False, False)
     assert peak == pytest.approx(31.71e6, rel=0.01)
     short, peak, model = planned_run("Deep", 1, 30_000_000)
     assert (short["alias"], short["fused"]) == ("single_device", True) and peak <= 30_000_000
@@ -367,7 +367,7 @@ def test_planning_and_trying_leave_no_trace(sim: None) -> None:
             states.append((copy.deepcopy(model.state_dict()), torch.get_rng_state()))
             if strategy == "auto":
                 assert trainer._run.auto is not None and trainer._run.auto.decision is not None
-                assert trainer._run.auto.decision["tight"] and not trainer._run.auto.decision["fused"]
+                assert trainer._run.auto.decision["tried"] and not trainer._run.auto.decision["fused"]
     for name, value in states[0][0].items():
         assert torch.equal(value.cpu(), states[1][0][name].cpu()), name
     assert torch.equal(states[0][1], states[1][1])

@@ -198,6 +198,36 @@ def test_what_runs_out_of_memory_on_one_rank_gives_way_on_all(world2):
     assert said[-1].endswith("zero2 takes its place")
 
 
+class Transposed(MODELS["Deep"]):
+    """Has a parameter that only sharding refuses."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[3].weight = torch.nn.Parameter(torch.randn(256, 256).t() / 16)
+
+
+def refused():
+    import torchhal_simulator
+
+    torchhal_simulator.load()
+    gc.collect()
+    torch.manual_seed(0)
+    model = Transposed()
+    data = TensorDataset(*model.batch(512))
+    with torchhal_simulator.simulate(devices=2, memory=22_000_000), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = Trainer(accelerator="sim", devices=2, max_steps=2, **QUIET)
+        trainer.fit(model, DataLoader(data, 64))
+    said = [str(each.message) for each in caught if "strategy='auto' was" in str(each.message)]
+    return trainer._run.auto.decision["name"], said, trainer.global_step
+
+
+def test_what_refuses_the_model_gives_way_too(world2):
+    (name, said, steps), (other, _, _) = world2.run(refused, timeout=160)
+    assert name == other and name.startswith("hybrid") and steps == 2
+    assert "was zero2, but" in said[0] and "is not contiguous" in said[0] and "takes its place" in said[0]
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 

@@ -36,3 +36,18 @@ class AutoStrategy:
     def batches(self) -> int:
         """Batches of a step for each of the default strategy, which has more replicas."""
         return 1 if self.decision is None else int(self.decision["batches"])
+
+
+def default_decision(base: Plan) -> dict[str, Any]:
+    """Return the decision for the default strategy."""
+    alias = base.strategy.alias
+    return {
+        "alias": alias,
+        "options": {},
+        "name": alias,
+        "fused": False,
+        "batches": 1,
+        "reason": "",
+        "tried": False,
+        "batch_size": 0,
+    }

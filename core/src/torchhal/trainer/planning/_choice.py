@@ -20,6 +20,10 @@ MARGIN: Final = 0.12
 """Share of the predicted peak that has to be free beside it: workspaces of kernels, fragments, libraries."""
 
 
+class NoCandidateLeftError(Exception):
+    """Every candidate is refused, or has failed."""
+
+
 def with_margin(peak: int) -> int:
     """Return the bytes that a device must have for a predicted ``peak``."""
     return round(peak * (1 + MARGIN))
@@ -173,7 +177,7 @@ def choose(found: Iterable[Candidacy], limit: int, excluded: Collection[tuple[st
         excluded: the keys of those that have run out of memory.
 
     Raises:
-        ValueError: nothing is left.
+        NoCandidateLeftError: nothing is left.
     """
     rows: list[Candidacy] = []
     for candidacy in found:
@@ -187,6 +191,6 @@ def least(rows: Sequence[Candidacy], limit: int, excluded: Collection[tuple[str,
     """Return the choice where no candidate fits: the one that needs least."""
     left = [row for row in rows if row.phases is not None and row.key not in excluded]
     if not left:
-        raise ValueError("no candidate is left")
+        raise NoCandidateLeftError("no candidate is left")
     best = min(left, key=lambda row: row.phases.peak if row.phases else 0)
     return Choice(best, tuple(rows), limit, False)

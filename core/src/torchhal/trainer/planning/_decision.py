@@ -8,22 +8,37 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_leaves
 
+from torchhal.composition import Composable
 from torchhal.errors import TorchhalError
 from torchhal.memory_estimate import bytes_of, format_bytes
 from torchhal.plugin import Candidate
-from torchhal.resolve import Plan
+from torchhal.resolve import Plan, check_fit, composition_of
 from torchhal.resolve._options import StrategyOption, strategy_options
 from torchhal.strategies import Strategy
+from torchhal.trainer._auto_strategy import default_decision
 from torchhal.trainer._trial import unused_copy
 from torchhal.trainer.planning._batch_sizes import MOST_SAMPLES, batch_of_size, samples_of
-from torchhal.trainer.planning._choice import MARGIN, Candidacy, Choice, candidates, choose, least, with_margin
+from torchhal.trainer.planning._choice import (
+    MARGIN,
+    Candidacy,
+    Choice,
+    NoCandidateLeftError,
+    candidates,
+    choose,
+    least,
+    with_margin,
+)
 from torchhal.trainer.planning._measured_steps import MeasuredSteps
 from torchhal.trainer.planning._remedies import remedies
 from torchhal.trainer.planning._trained_model import TrainedModel, copy_for_planning
+from torchhal.trainer.planning._trial_steps import OUT_OF_MEMORY
 from torchhal.trainer.run_state import RunState
 
 _TIGHT: Final = 0.7
 """Share of a device's memory from which on a candidate is tried before the fit begins."""
+
+_MATTERS: Final = 0.1
+"""The same for one whose activations are not known, by the rest."""
 
 _SAME: Final = 0.05
 """Share by which the memory that is free on a device may differ from what a kept decision was made for."""
@@ -75,6 +90,7 @@ class Planner:
         self._seen: list[Candidacy] = []
         self._made_for = made_for(run, trained)
         self._failed: set[tuple[str, bool]] = set()
+        self._refusals = 0
 
     def decide(self, kept: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the decision as plain data.
@@ -88,7 +104,8 @@ class Planner:
         if not choice.fits and choice.chosen.is_known and choice.peak > choice.limit and not self._is_host:
             return {"error": self._why_nothing_fits(choice)}
         step = choice.chosen.step
-        if step is not None and not step.is_known:
+        matters = not self._is_default(choice.chosen) or with_margin(choice.peak) > _MATTERS * self._limit
+        if step is not None and not step.is_known and matters:
             self._run.warn_once(f"strategy='auto' is {choice.chosen.name}, by what is known: {step.note}")
         if not choice.fits:
             self._run.warn_once(
@@ -111,16 +128,24 @@ class Planner:
             found, size = size, 2 * size
         return found
 
-    def decide_again(self, decision: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the next decision, as the candidate of ``decision`` has run out of memory."""
-        if decision["batch_size"] > self._samples:
+    def decide_again(self, decision: Mapping[str, Any], why: str) -> dict[str, Any]:
+        """Return the next decision, as the candidate of ``decision`` could not take its first steps.
+
+        Args:
+            decision: the last one.
+            why: what became of it on some rank.
+        """
+        if why == OUT_OF_MEMORY and decision["batch_size"] > self._samples:
             self._most_samples = max(self._samples, decision["batch_size"] // 2)
             return self.decide()
         self._failed.add((decision["name"], decision["fused"]))
-        rows = list(self._rows())
-        if any(row.phases is not None and row.key not in self._failed for row in rows):
-            return self.decide()
-        return {"error": self._why_nothing_fits(least(rows, self._limit))}
+        self._refusals += why != OUT_OF_MEMORY
+        try:
+            following = self.decide()
+        except NoCandidateLeftError:
+            following = {"error": self._why_nothing_fits(least(list(self._rows()), self._limit))}
+        # what every strategy refuses may be the model's own: the fit says so, by the default strategy
+        return default_decision(self._base) if "error" in following and self._refusals else following
 
     @property
     def _is_host(self) -> bool:
@@ -149,11 +174,22 @@ class Planner:
             "fused": choice.chosen.fused,
             "batches": self._batches(choice.chosen),
             "reason": choice.reason(),
-            "tight": grown or not choice.chosen.is_known or with_margin(choice.peak) > _TIGHT * self._limit,
+            "tried": grown or self._is_tried(choice),
             "batch_size": size,
             "limit": self._limit,
             "made_for": self._made_for,
         }
+
+    def _is_tried(self, choice: Choice) -> bool:
+        """Return whether two steps are taken before the fit begins."""
+        if not self._is_default(choice.chosen):
+            return True
+        if self._is_host:  # a process that takes too much is ended by the system, without an error
+            return False
+        return with_margin(choice.peak) > (_TIGHT if choice.chosen.is_known else _MATTERS) * self._limit
+
+    def _is_default(self, candidacy: Candidacy) -> bool:
+        return not candidacy.fused and candidacy.option.name == self._base.strategy.alias
 
     def _kept(self, kept: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the decision of the run that is continued, if it would be made again; it comes from a file."""
@@ -173,7 +209,7 @@ class Planner:
                     "batches": batch_factor(self._default, option.plan.strategy.value),
                     "reason": str(kept.get("reason")),
                     "batch_size": self._samples,
-                    "tight": False,
+                    "tried": False,
                     "limit": limit,
                     "made_for": self._made_for,
                 }
@@ -190,6 +226,14 @@ class Planner:
 
     def _why_not(self, strategy: Strategy) -> str:
         run = self._run
+        composition = composition_of(strategy, run.plan.world_size)
+        for kind, parts in (("logger", run.loggers), ("callback", run.callbacks)):
+            for part in parts:
+                if isinstance(part, Composable):
+                    try:
+                        check_fit(kind, part, composition)
+                    except TorchhalError as error:
+                        return str(error)
         if run.by_hand and strategy.needs_trainer:
             return f"it {strategy.needs_trainer}"
         if run.sync_batchnorm:

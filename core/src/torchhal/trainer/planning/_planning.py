@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from torchhal import registry
@@ -14,9 +15,10 @@ from torchhal.memory_estimate import bytes_of
 from torchhal.resolve import Plan
 from torchhal.resolve._options import replan
 from torchhal.trainer import _checkpointing as checkpointing
+from torchhal.trainer._auto_strategy import default_decision
 from torchhal.trainer._trial import unused_copy
 from torchhal.trainer.planning._batch_sizes import MOST_SAMPLES, check_source, give_batch_size
-from torchhal.trainer.planning._trial_steps import runs_out_of_memory
+from torchhal.trainer.planning._trial_steps import why_not
 from torchhal.trainer.run_state import RunState
 
 if TYPE_CHECKING:
@@ -40,8 +42,8 @@ def plan_strategy(run: RunState, ckpt_path: Any) -> None:
     """Choose the strategy of a fit, and set up its environment in place of the default one's.
 
     Called on every rank, when the environment of the default strategy is set up and nothing else. Rank 0 measures and
-    decides, for the device that has least memory. Where that is nearly used up, two steps are tried, and a candidate
-    that runs out of memory on any rank gives way to the next.
+    decides, for the device that has least memory. Where that is nearly used up, and where the strategy is another than
+    the default, two steps are tried, and a candidate that can't take them on any rank gives way to the next.
 
     Args:
         run: of a fit, after :func:`keep_base`.
@@ -71,12 +73,12 @@ def plan_strategy(run: RunState, ckpt_path: Any) -> None:
     if run.strategy.is_global_zero:
         first = _guarded(run, base, lambda: planner.decide(kept) if planner else None) or default_decision(base)
     decision = _agree(run, first)
-    while decision["tight"] and not run.by_hand and runs_out_of_memory(run):
+    while decision["tried"] and not run.by_hand and (why := why_not(run)):
         following = None
         if planner is not None:
-            following = planner.decide_again(decision)
-        before = decision["name"]
-        decision = _agree(run, following, f"{before} ran out of memory in its first steps, where it was to fit. ")
+            again = partial(planner.decide_again, decision, why)
+            following = _guarded(run, base, again) or default_decision(base)
+        decision = _agree(run, following, f"strategy='auto' was {decision['name']}, but {why}. ")
     if (decision["fused"] or decision["name"] != base.strategy.alias) and decision["reason"] not in run.said:
         run.said.add(decision["reason"])
         run.announce(f"strategy 'auto': {decision['reason']}")
@@ -161,21 +163,6 @@ def _guarded(run: RunState, base: Plan, function: Callable[[], T | None]) -> T |
             f"({type(error).__name__}: {said})"
         )
         return None
-
-
-def default_decision(base: Plan) -> dict[str, Any]:
-    """Return the decision for the default strategy."""
-    alias = base.strategy.alias
-    return {
-        "alias": alias,
-        "options": {},
-        "name": alias,
-        "fused": False,
-        "batches": 1,
-        "reason": "",
-        "tight": False,
-        "batch_size": 0,
-    }
 
 
 def _keep_batch_size(run: RunState, kept: Mapping[str, Any] | None) -> bool:
