@@ -1,5 +1,6 @@
 """Search a batch size by the strategy that is named, on two ranks of which one has less memory, then fit."""
 
+import os
 import sys
 
 import torch
@@ -39,4 +40,5 @@ if __name__ == "__main__":
         for mode in ("binary", "power")
     ]
     trainer.fit(model, DataLoader(data, 50))
-    print(f"found {', '.join(map(str, sizes))}; then {trainer.global_step} steps", flush=True)
+    line = f"found {', '.join(map(str, sizes))}; then {trainer.global_step} steps\n"
+    os.write(1, line.encode())  # print may write the end of the line by itself, after another process's line
