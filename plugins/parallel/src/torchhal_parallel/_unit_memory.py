@@ -108,6 +108,7 @@ class UnitTimeline:
         self._offloads = offloads
         self._moments = [(moment, self._unit_of(moment.module)) for moment in step.moments]
         self._root = units[""]
+        self._saved = sum(step.saved.values())
         self._outputs = step.outputs
         self._order = list(dict.fromkeys(unit.name for moment, unit in self._of("forward") if unit.name))
 
@@ -158,8 +159,8 @@ class UnitTimeline:
         finished = 0
         for index, (moment, unit) in enumerate(moments):
             there = base + moment.activations
-            if index == 0 and not self._keep:
-                peak.see(there + 2 * root.whole, root.name)
+            if index == 0 and not self._keep:  # gathered when the gradient of the loss is there and no other one
+                peak.see(base + self._saved + 2 * root.whole, root.name)
             if unit is not current:
                 if current.name:
                     after = base + min(moment.activations, moments[index - 1][0].activations)
