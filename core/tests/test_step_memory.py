@@ -42,7 +42,7 @@ def sim() -> None:
 def test_one_device_within_two_percent(sim: None, name: str) -> None:
     step, model = fake_step(name, "sim").measure(), sizes(MODELS[name])
     found = SingleDeviceStrategy().memory_by_phase(step, model, 1)
-    assert found.peak == pytest.approx(measured_peak(name, "single_device", 1), rel=0.02)
+    assert found.peak == pytest.approx(measured_peak(MODELS[name], "single_device", 1), rel=0.02)
     assert found.note == ""
     deciding = {"Deep": "optimizer", "Wide": "optimizer", "Embedding": "optimizer"}
     assert found.phase == deciding.get(name, "backward")

@@ -5,7 +5,8 @@ import json
 import memory_models
 import pytest
 import torch
-from memory_models import MODELS, measured_peak
+from held_out_models import HELD_OUT
+from memory_models import MODELS, measured_peak, predicted
 
 from torchhal import cli, registry
 from torchhal.memory_estimate import build_model, model_memory
@@ -13,6 +14,8 @@ from torchhal.step_memory import unknown_step
 from torchhal.trainer._fake_step import FakeStep
 
 pytestmark = [pytest.mark.timeout(170)]
+
+EVERY = MODELS | HELD_OUT
 
 ALL = tuple(MODELS)
 IN_STAGES = ("Deep", "Wide", "Conv", "Transformer", "Embedding")
@@ -42,17 +45,11 @@ def create(alias, options):
 
 
 def measured(name, alias, options, devices):
-    return measured_peak(name, create(alias, options) if options else alias, devices)
+    return measured_peak(EVERY[name], create(alias, options) if options else alias, devices)
 
 
 def predict(name, alias, options, world_size):
-    cls = MODELS[name]
-    module = build_model(cls)
-    optimizer = module.configure_optimizers()
-    strategy = create(alias, options)
-    given = module, [optimizer], cls.batch(cls.batch_size)
-    step = strategy.step_memory(FakeStep(*given, device_type="sim"), world_size)
-    return strategy.memory_by_phase(step, model_memory(module, [optimizer]), world_size)
+    return predicted(EVERY[name], create(alias, options), world_size)
 
 
 def compare(world, name, alias, options, tolerance):

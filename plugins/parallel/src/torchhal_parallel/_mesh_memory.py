@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchhal.memory_estimate import ModelMemory
@@ -147,6 +148,37 @@ def rank_phases(
     )
 
 
+class _Joined(torch.autograd.Function):
+    """Parts of the last dimension on all ranks, gathered as DTensor does: along the first one, then put in order."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, size: int) -> torch.Tensor:
+        ctx.size = size
+        return torch.cat(torch.cat([part] * size).chunk(size), -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient.chunk(ctx.size, -1)[0].contiguous(), None
+
+
+def exchange_parts(module: nn.Module, plan: Mapping[str, Any], size: int) -> None:
+    """Let layers of a model, which have one rank's part of their weights, take and give whole tensors as the plan says.
+
+    Those of the other styles leave their results in parts.
+
+    Args:
+        module: a copy of the model, which takes a fake step.
+        plan: of its layers, resolved.
+        size: ranks that share each layer.
+    """
+    for name, style in plan.items():
+        layer = module.get_submodule(name)
+        if style == "colwise_rep":
+            layer.register_forward_hook(lambda layer, args, output: _Joined.apply(output, size))  # type: ignore[no-untyped-call]
+        elif style == "rowwise_rep" and isinstance(layer, nn.Linear):
+            layer.register_forward_pre_hook(lambda layer, args: (args[0].chunk(size, -1)[0].contiguous(), *args[1:]))
+
+
 def with_region_checks(
     found: MemoryByPhase, step: StepMemory, module: nn.Module, plan: Mapping[str, Any], size: int
 ) -> MemoryByPhase:
@@ -191,7 +223,7 @@ def _compared_rows(step: StepMemory, styles: Mapping[str, str], size: int) -> in
     kept = largest = taken = 0
     for name, count in step.results.items():  # in the order in which they compute
         if styles.get(name, "").startswith("colwise"):
-            taken = max(taken, count * size)
+            taken = max(taken, count if styles[name] == "colwise_rep" else count * size)
         elif styles.get(name, "").startswith("rowwise"):
             kept, largest, taken = kept + taken + count, max(largest, taken), 0
     return kept + 3 * largest
