@@ -44,9 +44,7 @@ class Gru(Classifier):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.GRU(a, 224, batch_first=True) for a, _ in itertools.pairwise([64, *[224] * 4])
-        )
+        self.layers = nn.ModuleList(nn.GRU(a, 224, batch_first=True) for a, _ in itertools.pairwise([64, *[224] * 4]))
         self.head = nn.Linear(224, 300)
 
     def forward(self, x):
@@ -436,7 +434,9 @@ class Residual(nn.Module):
         self.norm1, self.norm2 = nn.BatchNorm2d(after), nn.BatchNorm2d(after)
         self.relu = nn.ReLU(inplace=True)
         self.short = (
-            nn.Sequential() if before == after else nn.Sequential(nn.Conv2d(before, after, 1, stride), nn.BatchNorm2d(after))
+            nn.Sequential()
+            if before == after
+            else nn.Sequential(nn.Conv2d(before, after, 1, stride), nn.BatchNorm2d(after))
         )
 
     def forward(self, x):
@@ -658,7 +658,9 @@ class FourierBlock(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.layers = nn.Sequential(nn.Linear(width, 3 * width), nn.GELU(), nn.Dropout(0.2), nn.Linear(3 * width, width))
+        self.layers = nn.Sequential(
+            nn.Linear(width, 3 * width), nn.GELU(), nn.Dropout(0.2), nn.Linear(3 * width, width)
+        )
 
     def forward(self, x):
         x = x + torch.fft.fft2(x).real

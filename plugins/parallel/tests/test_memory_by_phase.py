@@ -34,6 +34,24 @@ MESHES = [
     ({"data": 2, "shard": 2}, ("Wide", "Transformer")),
 ]
 
+HELD_OUT_IN_STAGES = (
+    "Gru", "Mixer", "MixedMixer", "Gpt", "HalfGpt", "MixedGpt", "RecomputingGpt", "Experts", "Vit", "Frozen", "ResNet",
+    "Wave", "LargeBatch", "LargeHead", "Fourier",
+)  # fmt: skip
+
+HELD_OUT_IN_PARTS = (
+    "Mixer", "MixedMixer", "Gpt", "HalfGpt", "MixedGpt", "RecomputingGpt", "Experts", "Vit", "Translation", "Repeating",
+    "LargeHead",
+)  # fmt: skip
+
+HELD_OUT_MESHES = [
+    ({"data": 1, "shard": 2, "tensor": 2}, ("Mixer", "Gpt", "Translation")),
+    ({"data": 1, "shard": 2, "pipeline": 2}, ("Experts", "Gpt", "Frozen", "Wave")),
+    ({"data": 1, "tensor": 2, "pipeline": 2}, ("MixedMixer", "Vit")),
+    ({"data": 2, "pipeline": 2}, ("Gru", "ResNet")),
+    ({"data": 2, "shard": 2}, ("UNet", "Lstm")),
+]
+
 
 @pytest.fixture(autouse=True)
 def sim():
@@ -95,6 +113,59 @@ def test_model_parallel_on_four_ranks(world4, alias, name):
 @pytest.mark.slow
 @pytest.mark.parametrize(("axes", "name"), [(axes, name) for axes, names in MESHES for name in names])
 def test_hybrid_on_four_ranks(world4, axes, name):
+    compare(world4, name, "hybrid", axes, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("alias", "name", "tolerance"),
+    [("ddp", "Buffers", 0.02), ("zero1", "UNet", 0.15), ("zero3", "Gpt", 0.15), ("pipeline", "HalfGpt", 0.2)],
+)
+def test_some_models_that_nothing_was_fitted_to(world2, alias, name, tolerance):
+    """Adagrad's state, which begins before the steps; outputs in 16 bits, compared in 64; large buffers."""
+    compare(world2, name, alias, {}, tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HELD_OUT)
+@pytest.mark.parametrize(("alias", "tolerance"), [("ddp", 0.02), *((alias, 0.15) for alias in SHARDED_DATA)])
+def test_data_parallel_held_out_on_two_ranks(world2, alias, tolerance, name):
+    compare(world2, name, alias, {}, tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Lstm", "UNet", "MixedGpt", "Experts", "Frozen", "ResNet"])
+@pytest.mark.parametrize(("alias", "tolerance"), [("ddp", 0.02), *((alias, 0.15) for alias in SHARDED_DATA)])
+def test_data_parallel_held_out_on_four_ranks(world4, alias, tolerance, name):
+    compare(world4, name, alias, {}, tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        *(("tensor_parallel", name) for name in HELD_OUT_IN_PARTS),
+        *(("pipeline", name) for name in HELD_OUT_IN_STAGES),
+    ],
+)
+def test_model_parallel_held_out_on_two_ranks(world2, alias, name):
+    compare(world2, name, alias, {}, 0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        *(("tensor_parallel", name) for name in ("MixedGpt", "Vit", "Translation")),
+        *(("pipeline", name) for name in ("Mixer", "Experts", "ResNet")),
+    ],
+)
+def test_model_parallel_held_out_on_four_ranks(world4, alias, name):
+    compare(world4, name, alias, {}, 0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("axes", "name"), [(axes, name) for axes, names in HELD_OUT_MESHES for name in names])
+def test_hybrid_held_out_on_four_ranks(world4, axes, name):
     compare(world4, name, "hybrid", axes, 0.2)
 
 

@@ -84,7 +84,7 @@ class MemoryCounter(TorchDispatchMode):
         """Bytes of activations that were left when the optimizer last began."""
         self._handles: list[Any] = []
         self._seen = WeakIdKeyDictionary()
-        """Versions of the tensors that modules were called with or have returned: who was called first has made them."""
+        """Versions of the tensors that modules were called with or have returned: the first one has made them."""
 
     # -- tensors ---------------------------------------------------------------------------------------------
 

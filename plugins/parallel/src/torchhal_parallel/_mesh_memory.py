@@ -12,7 +12,7 @@ from torch import nn
 from torchhal.memory_estimate import ModelMemory
 from torchhal.step_memory import MemoryByPhase, Moment, PhaseMemory, StepMemory, largest_parameter
 from torchhal_parallel._shard_sizes import RankMemory
-from torchhal_parallel._unit_memory import UnitTimeline
+from torchhal_parallel._unit_memory import COMPARISON, UnitTimeline
 
 
 class _Places:
@@ -61,8 +61,7 @@ def stage_step(
     saved, place = [0] * size, _Places(ranks)
     for module, count in step.saved.items():
         saved[place(module)] += count
-    # 1f1b starts the backward of the first microbatch when the stages behind have had it
-    waiting = min(microbatches, size - index) if schedule == "1f1b" else microbatches
+    waiting = under_way_at_once(schedule, microbatches, index, size)
     before, under_way = sum(saved[:index]), (waiting - 1) * saved[index] // microbatches
     last = index == size - 1
     result = step.results.get("", 0)
@@ -78,7 +77,7 @@ def stage_step(
             moments.append(Moment(moment.phase, moment.module, activations, gradients))
     if last and microbatches > 1:
         compared = received + _compared_outputs(step, microbatches)
-        moments.append(Moment("backward", "the comparison of microbatches", compared, rank.estimate.gradients))
+        moments.append(Moment("backward", COMPARISON, compared, rank.estimate.gradients))
     own = rank.estimate.parameters / step.parameters if step.parameters else 1.0
     return replace(
         step,
@@ -87,6 +86,14 @@ def stage_step(
         outputs=received,
         optimizer_temporary=round(step.optimizer_temporary * min(1.0, own)),
     )
+
+
+def under_way_at_once(schedule: str, microbatches: int, stage: int, stages: int) -> int:
+    """Return how many microbatches a stage has had the forward of when the backward of the first one begins.
+
+    1f1b starts that when the stages behind have had it.
+    """
+    return min(microbatches, stages - stage) if schedule == "1f1b" else microbatches
 
 
 def _compared_outputs(step: StepMemory, microbatches: int) -> int:
