@@ -66,7 +66,8 @@ class StepMemory:
         gradients: of all gradients after the backward.
         optimizer: of the optimizer's state after a step.
         batch: of the batch, which stays from the forward to the end of the step.
-        moments: the greatest use of each module in each phase, in the order in which they compute.
+        moments: the use with which each module begins, and its greatest, in each phase, in the order in which they
+            compute.
         saved: bytes of the activations that wait for the backward when the forward ends, by the name of the module that
             has made them.
         results: bytes of what each module has returned in the forward, by its name; ``""`` for the model.

@@ -155,6 +155,11 @@ class MemoryCounter(TorchDispatchMode):
         elif now.activations + now.gradients >= last.activations + last.gradients:
             self.moments[-1] = now  # of equals the later one, in which a temporary has become a gradient
 
+    def _note_begin(self) -> None:
+        """Keep the present use of memory as that with which a module begins, beside the greatest."""
+        now = Moment(self._phase, self._module, self.bytes["activation"], self.bytes["gradient"])
+        self.moments += [now, now]
+
     def begin(self, phase: Phase) -> None:
         """Begin a phase; at the end of the forward, note what is saved for the backward."""
         if phase == "backward":
@@ -193,7 +198,7 @@ class MemoryCounter(TorchDispatchMode):
         self._stack.append(name)
         if module._parameters:
             self._last = name
-        self._note()
+        self._note_begin()
         for leaf in tree_leaves(args):
             if isinstance(leaf, torch.Tensor):
                 self._is_new(leaf)
@@ -212,7 +217,7 @@ class MemoryCounter(TorchDispatchMode):
     def _is_new(self, tensor: torch.Tensor) -> bool:
         """Return whether no module has had ``tensor`` as it is before; one that overwrites it makes another."""
         before, self._seen[tensor] = self._seen.get(tensor), tensor._version  # type: ignore[no-untyped-call]
-        return before != tensor._version
+        return bool(before != tensor._version)
 
     def _returned(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
@@ -223,7 +228,7 @@ class MemoryCounter(TorchDispatchMode):
     def _backward_hook(self, name: str) -> Callable[[torch.Tensor], None]:
         def begin(_: torch.Tensor) -> None:
             self._backward_of = name
-            self._note()
+            self._note_begin()
 
         return begin
 
@@ -242,5 +247,5 @@ def _enlarge(loss: torch.Tensor, args: Sequence[Any], place: int) -> None:
         place: of the reduction among them, a mean by default.
     """
     if len(args) <= place or args[place] != 0:
-        elements = torch.broadcast_shapes(args[0].shape, args[1].shape)
+        elements = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
         loss.untyped_storage().resize_(elements.numel() * loss.element_size())
