@@ -7,13 +7,16 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_attention
 
-from torchhal import Callback, Trainer
+from torchhal import Callback, Trainer, registry
+from torchhal.memory_estimate import build_model, model_memory
+from torchhal.trainer._fake_step import FakeStep
 
 
 class Trained(nn.Module):
     """Steps by AdamW on (inputs, targets)."""
 
     batch_size = 64
+    precision = "32-true"
 
     def training_step(self, batch, batch_idx):
         inputs, targets = batch
@@ -168,11 +171,24 @@ QUIET = {
 }  # fmt: skip
 
 
+def predicted(cls, strategy, world_size):
+    """Return the phases of a rank on ``sim``, as ``torchhal explain`` makes them."""
+    from torchhal_simulator.accelerator import SimAccelerator
+
+    precision = registry.find("precision", cls.precision).create()
+    precision.setup(SimAccelerator(), torch.device("sim", 0))
+    module = precision.convert_module(build_model(cls))
+    optimizer = module.configure_optimizers()
+    step = FakeStep(module, [optimizer], cls.batch(cls.batch_size), device_type="sim", precision=precision)
+    model = model_memory(module, [optimizer])
+    return strategy.memory_by_phase(strategy.step_memory(step, world_size), model, world_size)
+
+
 def loader(model):
     return [model.batch(model.batch_size) for _ in range(3)]
 
 
-def measured_peak(name, strategy, devices, **options):
+def measured_peak(cls, strategy, devices, **options):
     """Train three steps by a Trainer on ``sim``; return the greatest number of bytes this rank has held."""
     import torchhal_simulator
 
@@ -182,10 +198,10 @@ def measured_peak(name, strategy, devices, **options):
     gc.collect()
     before = module.memory_allocated()
     module.reset_peak_memory_stats()
-    model = MODELS[name]()
+    model = cls()
     trainer = Trainer(
-        accelerator="sim", strategy=strategy, devices=devices, max_steps=3, use_distributed_sampler=False, **QUIET,
-        **options,
+        accelerator="sim", strategy=strategy, devices=devices, max_steps=3, use_distributed_sampler=False,
+        precision=cls.precision, **QUIET, **options,
     )  # fmt: skip
     trainer.fit(model, loader(model))
     return module.max_memory_allocated() - before

@@ -9,7 +9,8 @@ from typing import Any
 import memory_models
 import pytest
 import torch
-from memory_models import MODELS, measured_peak
+from held_out_models import HELD_OUT
+from memory_models import MODELS, measured_peak, predicted
 from torch import nn
 
 from torchhal import cli, rng
@@ -42,10 +43,56 @@ def sim() -> None:
 def test_one_device_within_two_percent(sim: None, name: str) -> None:
     step, model = fake_step(name, "sim").measure(), sizes(MODELS[name])
     found = SingleDeviceStrategy().memory_by_phase(step, model, 1)
-    assert found.peak == pytest.approx(measured_peak(name, "single_device", 1), rel=0.02)
+    assert found.peak == pytest.approx(measured_peak(MODELS[name], "single_device", 1), rel=0.02)
     assert found.note == ""
     deciding = {"Deep": "optimizer", "Wide": "optimizer", "Embedding": "optimizer"}
     assert found.phase == deciding.get(name, "backward")
+
+
+FAST = ("Lstm", "Mixer", "HalfGpt", "Frozen", "LargeBatch", "Wave")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in HELD_OUT]
+)
+def test_one_device_held_out(sim: None, name: str) -> None:
+    """Models that nothing was fitted to."""
+    peak = measured_peak(HELD_OUT[name], "single_device", 1)
+    assert predicted(HELD_OUT[name], SingleDeviceStrategy(), 1).peak == pytest.approx(peak, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy"])
+def test_a_loss_keeps_the_memory_of_its_elements(name: str) -> None:
+    """torch's kernels compute them in the memory of their result, which stays of that size."""
+    loss = getattr(nn.functional, name)
+
+    class Net(memory_models.Trained):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return loss(self.layer(batch).sigmoid(), torch.ones_like(batch))
+
+    model = Net()
+    found = FakeStep(model, [model.configure_optimizers()], torch.zeros(4, 8), device_type="cpu").measure()
+    real = loss(torch.full((4, 8), 0.5), torch.ones(4, 8))
+    assert found.outputs == real.untyped_storage().nbytes() == 4 * 8 * 4
+
+
+def test_numbers_that_are_trained_have_their_state_on_the_device() -> None:
+    class Scaled(memory_models.Deep):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Any) -> Any:
+            return super().forward(x) * self.scale
+
+    module = build_model(Scaled)
+    optimizer = module.configure_optimizers()
+    model_memory(module, [optimizer])  # takes a step on the meta device
+    assert FakeStep(module, [optimizer], Scaled.batch(4), device_type="cpu").measure(foreach=False).optimizer
 
 
 def test_ddp_has_buckets_beside_gradients_or_under_them() -> None:

@@ -66,10 +66,12 @@ class StepMemory:
         gradients: of all gradients after the backward.
         optimizer: of the optimizer's state after a step.
         batch: of the batch, which stays from the forward to the end of the step.
-        moments: the greatest use of each module in each phase, in the order in which they compute.
+        moments: the use with which each module begins, and its greatest, in each phase, in the order in which they
+            compute.
         saved: bytes of the activations that wait for the backward when the forward ends, by the name of the module that
             has made them.
         results: bytes of what each module has returned in the forward, by its name; ``""`` for the model.
+        result_elements: floating-point numbers in what the model has returned.
         outputs: of what the step has returned, and still lies there while the optimizer steps.
         optimizer_temporary: what the optimizer adds while it steps, such as those of its foreach implementation.
         source: how it was measured: by a fake step, by a real one, or not at all, then without moments.
@@ -86,6 +88,7 @@ class StepMemory:
     moments: tuple[Moment, ...] = ()
     saved: Mapping[str, int] = field(default_factory=dict)
     results: Mapping[str, int] = field(default_factory=dict)
+    result_elements: int = 0
     outputs: int = 0
     optimizer_temporary: int = 0
     source: Literal["fake step", "real step", "unknown"] = "fake step"

@@ -5,7 +5,8 @@ import json
 import memory_models
 import pytest
 import torch
-from memory_models import MODELS, measured_peak
+from held_out_models import HELD_OUT
+from memory_models import MODELS, measured_peak, predicted
 
 from torchhal import cli, registry
 from torchhal.memory_estimate import build_model, model_memory
@@ -13,6 +14,8 @@ from torchhal.step_memory import unknown_step
 from torchhal.trainer._fake_step import FakeStep
 
 pytestmark = [pytest.mark.timeout(170)]
+
+EVERY = MODELS | HELD_OUT
 
 ALL = tuple(MODELS)
 IN_STAGES = ("Deep", "Wide", "Conv", "Transformer", "Embedding")
@@ -31,6 +34,24 @@ MESHES = [
     ({"data": 2, "shard": 2}, ("Wide", "Transformer")),
 ]
 
+HELD_OUT_IN_STAGES = (
+    "Gru", "Mixer", "MixedMixer", "Gpt", "HalfGpt", "MixedGpt", "RecomputingGpt", "Experts", "Vit", "Frozen", "ResNet",
+    "Wave", "LargeBatch", "LargeHead", "Fourier",
+)  # fmt: skip
+
+HELD_OUT_IN_PARTS = (
+    "Mixer", "MixedMixer", "Gpt", "HalfGpt", "MixedGpt", "RecomputingGpt", "Experts", "Vit", "Translation", "Repeating",
+    "LargeHead",
+)  # fmt: skip
+
+HELD_OUT_MESHES = [
+    ({"data": 1, "shard": 2, "tensor": 2}, ("Mixer", "Gpt", "Translation")),
+    ({"data": 1, "shard": 2, "pipeline": 2}, ("Experts", "Gpt", "Frozen", "Wave")),
+    ({"data": 1, "tensor": 2, "pipeline": 2}, ("MixedMixer", "Vit")),
+    ({"data": 2, "pipeline": 2}, ("Gru", "ResNet")),
+    ({"data": 2, "shard": 2}, ("UNet", "Lstm")),
+]
+
 
 @pytest.fixture(autouse=True)
 def sim():
@@ -42,17 +63,11 @@ def create(alias, options):
 
 
 def measured(name, alias, options, devices):
-    return measured_peak(name, create(alias, options) if options else alias, devices)
+    return measured_peak(EVERY[name], create(alias, options) if options else alias, devices)
 
 
 def predict(name, alias, options, world_size):
-    cls = MODELS[name]
-    module = build_model(cls)
-    optimizer = module.configure_optimizers()
-    strategy = create(alias, options)
-    given = module, [optimizer], cls.batch(cls.batch_size)
-    step = strategy.step_memory(FakeStep(*given, device_type="sim"), world_size)
-    return strategy.memory_by_phase(step, model_memory(module, [optimizer]), world_size)
+    return predicted(EVERY[name], create(alias, options), world_size)
 
 
 def compare(world, name, alias, options, tolerance):
@@ -98,6 +113,59 @@ def test_model_parallel_on_four_ranks(world4, alias, name):
 @pytest.mark.slow
 @pytest.mark.parametrize(("axes", "name"), [(axes, name) for axes, names in MESHES for name in names])
 def test_hybrid_on_four_ranks(world4, axes, name):
+    compare(world4, name, "hybrid", axes, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("alias", "name", "tolerance"),
+    [("ddp", "Buffers", 0.02), ("zero1", "UNet", 0.15), ("zero3", "Gpt", 0.15), ("pipeline", "HalfGpt", 0.2)],
+)
+def test_some_models_that_nothing_was_fitted_to(world2, alias, name, tolerance):
+    """Adagrad's state, which begins before the steps; outputs in 16 bits, compared in 64; large buffers."""
+    compare(world2, name, alias, {}, tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HELD_OUT)
+@pytest.mark.parametrize(("alias", "tolerance"), [("ddp", 0.02), *((alias, 0.15) for alias in SHARDED_DATA)])
+def test_data_parallel_held_out_on_two_ranks(world2, alias, tolerance, name):
+    compare(world2, name, alias, {}, tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Lstm", "UNet", "MixedGpt", "Experts", "Frozen", "ResNet"])
+@pytest.mark.parametrize(("alias", "tolerance"), [("ddp", 0.02), *((alias, 0.15) for alias in SHARDED_DATA)])
+def test_data_parallel_held_out_on_four_ranks(world4, alias, tolerance, name):
+    compare(world4, name, alias, {}, tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        *(("tensor_parallel", name) for name in HELD_OUT_IN_PARTS),
+        *(("pipeline", name) for name in HELD_OUT_IN_STAGES),
+    ],
+)
+def test_model_parallel_held_out_on_two_ranks(world2, alias, name):
+    compare(world2, name, alias, {}, 0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        *(("tensor_parallel", name) for name in ("MixedGpt", "Vit", "Translation")),
+        *(("pipeline", name) for name in ("Mixer", "Experts", "ResNet")),
+    ],
+)
+def test_model_parallel_held_out_on_four_ranks(world4, alias, name):
+    compare(world4, name, alias, {}, 0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("axes", "name"), [(axes, name) for axes, names in HELD_OUT_MESHES for name in names])
+def test_hybrid_held_out_on_four_ranks(world4, axes, name):
     compare(world4, name, "hybrid", axes, 0.2)
 
 

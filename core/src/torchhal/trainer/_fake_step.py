@@ -143,6 +143,7 @@ class FakeStep:
             moments,
             counter.saved,
             counter.results,
+            counter.result_elements,
             counter.outputs,
             max(0, stepping - counter.outputs),
         )
@@ -178,14 +179,18 @@ def _check_device_type(device_type: str) -> None:
 
 
 def _make_state_fake(optimizer: Optimizer) -> None:
-    """Give the state that a copied optimizer has already a place on the device; counters have a value."""
+    """Give the state that a copied optimizer has already a place on the device; counters have a value.
+
+    A counter is a number on the CPU, where also the other state of a number that is trained lies if its model does.
+    """
     for parameter, entry in optimizer.state.items():
         for name, value in entry.items() if isinstance(entry, dict) else ():
             if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+                counts = not (value.dim() or value.is_meta) and (parameter.dim() > 0 or name == "step")
                 entry[name] = (
-                    torch.zeros(value.shape, dtype=value.dtype, device=parameter.device)
-                    if value.dim()
-                    else torch.tensor(0.0, dtype=value.dtype)
+                    torch.tensor(0.0, dtype=value.dtype)
+                    if counts
+                    else torch.zeros(value.shape, dtype=value.dtype, device=parameter.device)
                 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -18,6 +18,17 @@ from torchhal.step_memory import Moment, Phase
 BLOCK: Final = 512
 """Allocators of accelerators round up to this many bytes."""
 
+_aten = torch.ops.aten
+
+_REDUCED_IN_PLACE: Final = {
+    _aten.mse_loss.default: 2,
+    _aten.smooth_l1_loss.default: 2,
+    _aten.soft_margin_loss.default: 2,
+    _aten.binary_cross_entropy.default: 3,
+}
+"""Losses whose kernels compute all elements in the memory of their result, which keeps it when it becomes one number,
+with the place of their ``reduction``. On fake tensors they have the memory of that number alone."""
+
 
 class _Storage:
     """One storage that is counted.
@@ -25,7 +36,7 @@ class _Storage:
     Args:
         size: in bytes, as the allocator rounds it.
         kind: ``"activation"``, ``"gradient"`` or ``"held"``: parameters, buffers, state and the batch.
-        module: name of the module that computed when it was made.
+        module: name of the module that has made it; see :attr:`MemoryCounter.saved`.
     """
 
     __slots__ = ("kind", "module", "size")
@@ -49,19 +60,31 @@ class MemoryCounter(TorchDispatchMode):
         self._device_type = device_type
         self._block = 1 if device_type == "cpu" else BLOCK
         self._storages = WeakIdKeyDictionary()
-        self._alive: set[_Storage] = set()
+        self._alive: dict[_Storage, None] = {}
         self.bytes = {"activation": 0, "gradient": 0, "held": 0}
         self._phase: Phase = "forward"
         self._stack: list[str] = []
+        self._with_parameters: set[str] = set()
+        """Names of the modules that have any."""
+        self._last = ""
+        """Of the modules with parameters of their own, the one that was called last."""
         self._backward_of = ""
         self.moments: list[Moment] = []
         self.saved: dict[str, int] = {}
-        """Bytes of activations when the forward last ended, by the module that has made them."""
+        """Bytes of activations when the forward last ended, by the module that has made them, in their order.
+
+        Of what is computed between the calls of modules by the one with parameters that was called last: a model that
+        is cut between two of them has it on that side.
+        """
         self.results: dict[str, int] = {}
         """Bytes of what each module has returned in a forward."""
+        self.result_elements = 0
+        """Floating-point numbers in what the model has returned."""
         self.outputs = 0
         """Bytes of activations that were left when the optimizer last began."""
         self._handles: list[Any] = []
+        self._seen = WeakIdKeyDictionary()
+        """Versions of the tensors that modules were called with or have returned: the first one has made them."""
 
     # -- tensors ---------------------------------------------------------------------------------------------
 
@@ -79,6 +102,8 @@ class MemoryCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func in _REDUCED_IN_PLACE:
+            _enlarge(result, args, _REDUCED_IN_PLACE[func])
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device_type:
                 self._count(leaf)
@@ -88,9 +113,9 @@ class MemoryCounter(TorchDispatchMode):
         storage = tensor.untyped_storage()
         found: _Storage | None = self._storages.get(storage)  # type: ignore[no-untyped-call]
         if found is None:
-            found = _Storage(self.size_of(tensor), "activation", self._module)
+            found = _Storage(self.size_of(tensor), "activation", self._maker)
             self._storages[storage] = found
-            self._alive.add(found)
+            self._alive[found] = None
             weakref.finalize(storage, self._free, found)
             self.bytes["activation"] += found.size
             self._note()
@@ -101,7 +126,7 @@ class MemoryCounter(TorchDispatchMode):
         return found
 
     def _free(self, storage: _Storage) -> None:
-        self._alive.discard(storage)
+        self._alive.pop(storage, None)
         self.bytes[storage.kind] -= storage.size
 
     def _set_kind(self, tensor: torch.Tensor, kind: str) -> None:
@@ -116,6 +141,11 @@ class MemoryCounter(TorchDispatchMode):
     def _module(self) -> str:
         return self._stack[-1] if self._stack else (self._backward_of if self._phase == "backward" else "")
 
+    @property
+    def _maker(self) -> str:
+        around = next((name for name in reversed(self._stack) if name in self._with_parameters), "")
+        return self._last if not around or self._last.startswith(f"{around}.") else around
+
     def _note(self) -> None:
         """Keep the present use of memory if it is the greatest of this module in this phase."""
         now = Moment(self._phase, self._module, self.bytes["activation"], self.bytes["gradient"])
@@ -124,6 +154,11 @@ class MemoryCounter(TorchDispatchMode):
             self.moments.append(now)
         elif now.activations + now.gradients >= last.activations + last.gradients:
             self.moments[-1] = now  # of equals the later one, in which a temporary has become a gradient
+
+    def _note_begin(self) -> None:
+        """Keep the present use of memory as that with which a module begins, beside the greatest."""
+        now = Moment(self._phase, self._module, self.bytes["activation"], self.bytes["gradient"])
+        self.moments += [now, now]
 
     def begin(self, phase: Phase) -> None:
         """Begin a phase; at the end of the forward, note what is saved for the backward."""
@@ -134,7 +169,7 @@ class MemoryCounter(TorchDispatchMode):
                     self.saved[storage.module] = self.saved.get(storage.module, 0) + storage.size
         elif phase == "optimizer":
             self.outputs = self.bytes["activation"]
-        self._phase, self._backward_of = phase, ""
+        self._phase, self._backward_of, self._last = phase, "", ""
         self._stack.clear()
         self._note()
 
@@ -147,6 +182,8 @@ class MemoryCounter(TorchDispatchMode):
     def watch(self, module: nn.Module) -> None:
         """Follow the calls of the submodules of ``module`` and the gradients of its parameters, by hooks on them."""
         for name, submodule in module.named_modules():
+            if any(True for _ in submodule.parameters()):
+                self._with_parameters.add(name)
             if not name:
                 self._handles.append(submodule.register_forward_hook(partial(self._returned, name)))
             else:
@@ -159,7 +196,12 @@ class MemoryCounter(TorchDispatchMode):
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         self._stack.append(name)
-        self._note()
+        if module._parameters:
+            self._last = name
+        self._note_begin()
+        for leaf in tree_leaves(args):
+            if isinstance(leaf, torch.Tensor):
+                self._is_new(leaf)
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if self._stack and self._stack[-1] == name:
@@ -167,17 +209,26 @@ class MemoryCounter(TorchDispatchMode):
         if self._phase == "forward":
             self._returned(name, module, args, output)
             for leaf in tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+                if not isinstance(leaf, torch.Tensor) or not self._is_new(leaf):
+                    continue  # what it was called with, or a module inside of it has made
+                if leaf.requires_grad and leaf.grad_fn is not None:
                     leaf.register_hook(self._backward_hook(name))  # type: ignore[no-untyped-call]
+
+    def _is_new(self, tensor: torch.Tensor) -> bool:
+        """Return whether no module has had ``tensor`` as it is before; one that overwrites it makes another."""
+        before, self._seen[tensor] = self._seen.get(tensor), tensor._version  # type: ignore[no-untyped-call]
+        return bool(before != tensor._version)
 
     def _returned(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         self.results[name] = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        if not name:
+            self.result_elements = sum(tensor.numel() for tensor in tensors if tensor.is_floating_point())
 
     def _backward_hook(self, name: str) -> Callable[[torch.Tensor], None]:
         def begin(_: torch.Tensor) -> None:
             self._backward_of = name
-            self._note()
+            self._note_begin()
 
         return begin
 
@@ -185,3 +236,16 @@ class MemoryCounter(TorchDispatchMode):
         if parameter.grad is not None and parameter.grad.device.type == self._device_type:
             self._set_kind(parameter.grad, "gradient")
             self._note()
+
+
+def _enlarge(loss: torch.Tensor, args: Sequence[Any], place: int) -> None:
+    """Give ``loss`` the memory of all elements, unless they are what the operator returns.
+
+    Args:
+        loss: what the operator has returned for ``args``.
+        args: without those that have their default, as the dispatcher gives them.
+        place: of the reduction among them, a mean by default.
+    """
+    if len(args) <= place or args[place] != 0:
+        elements = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
+        loss.untyped_storage().resize_(elements.numel() * loss.element_size())

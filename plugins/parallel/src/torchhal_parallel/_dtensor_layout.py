@@ -42,18 +42,25 @@ def to_local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def part_like(value: torch.Tensor, target: DTensor) -> torch.Tensor:
+    """Return of ``value``, whole on every rank, what this rank has of ``target``, which has its shape; a view.
+
+    The slice is correct for every placement that ``fully_shard`` and ``parallelize_module`` make, the strided one of
+    their composition included.
+    """
+    shape, offset = compute_local_shape_and_global_offset(value.shape, target.device_mesh, target.placements)
+    return value[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+
+
 def shard_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return ``value``, whole on every rank, in the layout and on the device of ``target``, which has its shape.
 
-    Nothing is sent: each rank takes its part. The slice is correct for every placement that ``fully_shard`` and
-    ``parallelize_module`` make, the strided one of their composition included.
+    Nothing is sent: each rank takes its part, a copy.
     """
     if not isinstance(target, DTensor):
         return value.to(target.device)
-    shape, offset = compute_local_shape_and_global_offset(value.shape, target.device_mesh, target.placements)
-    part = value[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
     return DTensor.from_local(
-        part.to(to_local(target).device, copy=True).contiguous(),
+        part_like(value, target).to(to_local(target).device, copy=True).contiguous(),
         target.device_mesh,
         target.placements,
         run_check=False,

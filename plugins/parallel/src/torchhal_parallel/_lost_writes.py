@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from torchhal.errors import DistributedError, ModelError
-from torchhal_parallel._dtensor_layout import shard_like, to_local
+from torchhal_parallel._dtensor_layout import part_like, to_local
 from torchhal_parallel._plain_semantics import watched_writes
 from torchhal_parallel._remote_tensor import written
 
@@ -160,8 +160,9 @@ class LostWrites:
                 if before is None or now is None or isinstance(now, DTensor):
                     continue  # not gathered
                 name = self._names.get(id(before), attribute)
-                part = to_local(shard_like(now.detach(), before.detach()))
-                if not _equal(part, to_local(before.detach()).to(part)):
+                own = to_local(before.detach())
+                part = part_like(now.detach(), before)  # a copy would be the most that a step has on the device
+                if not _equal(part.to(own.device), own.to(part.dtype)):
                     raise self._lost(name)
                 self._gathered.setdefault(id(now), (now, now._version, name))
 

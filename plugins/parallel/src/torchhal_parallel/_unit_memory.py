@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ from torchhal.step_memory import (
 )
 from torchhal_parallel._wrap_policy import find_blocks
 
+COMPARISON: Final = "the comparison of microbatches"
+"""The name of the moment at which a pipeline compares what its model gives for two microbatches."""
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -37,6 +40,7 @@ class Unit:
         gradients: bytes of its whole gradients.
         reduced: bytes of its gradients in the dtype in which they are reduced.
         part: bytes of a rank's part of its gradients.
+        largest: bytes of the gradient of its largest parameter.
     """
 
     name: str
@@ -44,6 +48,7 @@ class Unit:
     gradients: int = 0
     reduced: int = 0
     part: int = 0
+    largest: int = 0
 
 
 def find_units(
@@ -70,7 +75,7 @@ def find_units(
     own = {id(entry.parameter): entry for entry in held if entry.parameter.dim()}
 
     def unit(name: str, parameters: Iterable[nn.Parameter]) -> Unit:
-        whole = gradients = reduced = part = 0
+        whole = gradients = reduced = part = largest = 0
         for parameter in parameters:
             entry = own.pop(id(parameter), None)
             if entry is None:
@@ -82,10 +87,11 @@ def find_units(
                 count *= length
             whole += count * (param_dtype or parameter.dtype).itemsize
             if parameter.requires_grad:
-                gradients += count * (param_dtype or parameter.dtype).itemsize
+                gradient = count * (param_dtype or parameter.dtype).itemsize
+                gradients, largest = gradients + gradient, max(largest, gradient)
                 reduced += count * (reduce_dtype or param_dtype or parameter.dtype).itemsize
                 part += count // size * parameter.dtype.itemsize
-        return Unit(name, whole, gradients, reduced, part)
+        return Unit(name, whole, gradients, reduced, part, largest)
 
     units = {name: unit(name, module.parameters()) for name, module in find_blocks(model.module, policy)}
     units[""] = unit("", model.module.parameters())
@@ -100,14 +106,29 @@ class UnitTimeline:
         units: by their names.
         keep: parameters stay gathered from the forward to the backward.
         offloads: a rank's parts of the gradients are moved to host memory.
+        accumulates: in a pipeline, whose microbatches leave whole gradients behind, and gathered parameters from the
+            backward of one to the forward of the next; they are reduced when all are done.
+        forward_follows: a microbatch's forward comes after another one's backward.
     """
 
-    def __init__(self, step: StepMemory, units: Mapping[str, Unit], *, keep: bool, offloads: bool = False) -> None:
+    def __init__(
+        self,
+        step: StepMemory,
+        units: Mapping[str, Unit],
+        *,
+        keep: bool,
+        offloads: bool = False,
+        accumulates: bool = False,
+        forward_follows: bool = False,
+    ) -> None:
         self._units = units
+        self._accumulates = accumulates
+        self._forward_follows = forward_follows
         self._keep = keep
         self._offloads = offloads
         self._moments = [(moment, self._unit_of(moment.module)) for moment in step.moments]
         self._root = units[""]
+        self._saved = sum(step.saved.values())
         self._outputs = step.outputs
         self._order = list(dict.fromkeys(unit.name for moment, unit in self._of("forward") if unit.name))
 
@@ -128,6 +149,14 @@ class UnitTimeline:
         """Return the peak of the forward beside ``base`` bytes, with a share ``gradients`` of those that lie there."""
         root = self._root
         peak = _Peak()
+        if self._forward_follows:
+            whole = {unit.name: unit.whole for unit in self._units.values()}
+            count = sum(unit.gradients for unit in self._units.values())
+            for moment, unit in self._of("forward"):
+                peak.see(base + moment.activations + sum(whole.values()) + count, unit.name)
+                if not self._keep:
+                    whole = {name: each for name, each in whole.items() if name not in self._before(unit.name)}
+            return peak.found(base)
         flat, gathered, current = root.whole, {"": root.whole}, root
         for index, (moment, unit) in enumerate(self._of("forward")):
             there = base + moment.activations + round(gradients * moment.gradients)
@@ -146,6 +175,8 @@ class UnitTimeline:
 
     def backward(self, base: int) -> PhaseMemory:
         """Return the peak of the backward beside ``base`` bytes."""
+        if self._accumulates:
+            return self._accumulating(base)
         root, peak = self._root, _Peak()
         moments = self._of("backward")
         gathered = {"": root.whole}
@@ -158,8 +189,8 @@ class UnitTimeline:
         finished = 0
         for index, (moment, unit) in enumerate(moments):
             there = base + moment.activations
-            if index == 0 and not self._keep:
-                peak.see(there + 2 * root.whole, root.name)
+            if index == 0 and not self._keep:  # gathered when the gradient of the loss is there and no other one
+                peak.see(base + self._saved + 2 * root.whole, root.name)
             if unit is not current:
                 if current.name:
                     after = base + min(moment.activations, moments[index - 1][0].activations)
@@ -190,6 +221,33 @@ class UnitTimeline:
                 parts += 0 if self._offloads else current.part
             peak.see(left + root.gradients + root.reduced + root.part + parts, root.name)
         return peak.found(base)
+
+    def _accumulating(self, base: int) -> PhaseMemory:
+        """Return the peak of the last microbatch's backward, beside the whole gradients of those before."""
+        peak, units = _Peak(), list(self._units.values())
+        gradients = sum(unit.gradients for unit in units)
+        gathered = {unit.name: unit.whole for unit in units if self._keep or not unit.name}
+        peak.see(base + self._saved + 2 * self._root.whole + gradients, self._root.name)
+        for moment, unit in self._of("backward"):
+            if moment.module == COMPARISON:  # made when all is reduced
+                parts = sum(each.part for each in units)
+                peak.see(base + moment.activations + self._root.whole + parts, moment.module)
+                continue
+            there = base + moment.activations + gradients
+            if unit.name not in gathered:
+                peak.see(there + sum(gathered.values()) + 2 * unit.whole, unit.name)
+                gathered[unit.name] = unit.whole
+            peak.see(there + sum(gathered.values()) + unit.largest, unit.name)  # a gradient that is added to another
+        left = base + self._outputs + gradients + sum(gathered.values())
+        for unit in units:  # each is freed, then reduced
+            left -= gathered.get(unit.name, 0)
+            peak.see(left + unit.reduced + unit.part, unit.name)
+            left += (0 if self._offloads else unit.part) - unit.gradients
+        return peak.found(base)
+
+    def _before(self, name: str) -> list[str]:
+        """Return the names of the units whose forward is over when that of ``name`` begins."""
+        return self._order[: self._order.index(name)] if name in self._order else []
 
     def _whole_before(self, index: int) -> int:
         """Return the bytes of the unit that is gathered while the one at ``index`` of the forward's order computes."""

@@ -36,7 +36,13 @@ from torchhal_parallel._dtensor_layout import gather_to_cpu
 from torchhal_parallel._fsdp_base import FullyShardedStrategy
 from torchhal_parallel._fsdp_units import check_torch
 from torchhal_parallel._gradient_averaging import average_gradients
-from torchhal_parallel._mesh_memory import rank_phases, stage_step, with_region_checks
+from torchhal_parallel._mesh_memory import (
+    exchange_parts,
+    rank_phases,
+    stage_step,
+    under_way_at_once,
+    with_region_checks,
+)
 from torchhal_parallel._microbatches import check_loader
 from torchhal_parallel._optimizer_checks import one_by_one
 from torchhal_parallel._pipeline_compatibility import (
@@ -295,10 +301,15 @@ class HybridStrategy(FullyShardedStrategy):
         sizes = self.sizes_for(world_size)
         if (size := sizes["tensor"]) == 1:
             return super().step_memory(step, sizes["shard"])
-        shapes = tensor_shapes(step.module, self._plan_for(step.module, size), size)
-        return step.measure(
-            shape_of=lambda _, parameter: shapes.get(id(parameter)), prepare=self.prepare_step(), foreach=False
-        )
+        plan, recompute = self._plan_for(step.module, size), self.prepare_step()
+        shapes = tensor_shapes(step.module, plan, size)
+
+        def prepare(module: nn.Module) -> None:
+            exchange_parts(module, plan, size)
+            if recompute is not None:
+                recompute(module)
+
+        return step.measure(shape_of=lambda _, parameter: shapes.get(id(parameter)), prepare=prepare, foreach=False)
 
     def memory_by_phase(self, step: StepMemory, model: ModelMemory, world_size: int) -> MemoryByPhase:
         sizes = self.sizes_for(world_size)
@@ -307,14 +318,22 @@ class HybridStrategy(FullyShardedStrategy):
         ranks = self._rank_memories(model, sizes)
         found = []
         for rank in ranks:
-            own = step
+            own, waiting, count = step, 1, 1
             if sizes["pipeline"] > 1:
-                stages = self._number_of_stages(sizes["pipeline"])
-                own = stage_step(step, ranks, rank, self.schedule, self.given_microbatches or stages)
+                count = self.given_microbatches or self._number_of_stages(sizes["pipeline"])
+                waiting = under_way_at_once(self.schedule, count, rank.stage, len(ranks))
+                own = stage_step(step, ranks, rank, self.schedule, count)
             timeline = None
             if sizes["shard"] > 1:
                 units = self.units_of(model, rank.held, rank.shapes, sizes["shard"])
-                timeline = UnitTimeline(own, units, keep=not self.reshard_after_forward, offloads=self.cpu_offload)
+                timeline = UnitTimeline(
+                    own,
+                    units,
+                    keep=not self.reshard_after_forward,
+                    offloads=self.cpu_offload,
+                    accumulates=sizes["pipeline"] > 1,
+                    forward_follows=count > waiting,
+                )
             found.append(rank_phases(own, model, rank, sizes, timeline, offloads=self.cpu_offload))
         most = max(found, key=lambda phases: phases.peak)
         if plan := self._plan_for(model.module, sizes["tensor"]):

@@ -43,6 +43,10 @@ class ZeRO1Strategy(ShardedOptimizersStrategy, DDPStrategy):
             check_divisible(optimizer, self.alias or "zero1")
         super().setup_optimizers(optimizers, lr_scheduler_configs)
         self._owners = [_owners(optimizer, self.world_size) for optimizer in self.optimizers]
+        for optimizer, owners in zip(self.optimizers, self._owners, strict=True):
+            for parameter, rank in owners.items():
+                if rank != self.global_rank:  # Adagrad's has begun; another rank's counts
+                    optimizer.state.pop(parameter, None)
         self._shares: dict[Optimizer, tuple[int, list[list[torch.Tensor]]]] = {}
 
     def owner_of(self, optimizer: Optimizer) -> dict[torch.Tensor, int]:

@@ -150,6 +150,7 @@ class EvaluationLoop(RunPart[RunState]):
                     if recorder is not None:
                         self.batch_indices = recorder.take()
                     if transfer is not None:
+                        start_batch(None, loader_idx)  # which held the last batch: two would lie on the device
                         batch = transfer(batch, index)
                     start_batch(batch, loader_idx)
                     if batch_start is not None:

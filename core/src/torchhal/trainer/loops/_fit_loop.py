@@ -238,6 +238,7 @@ class FitLoop(RunPart[RunState]):
             last = length is not None and progress.batches_done + 1 >= length
             index = progress.batch_idx = progress.batches_done
             if transfer is not None:
+                start_batch(None)  # which held the last batch: two would lie on the device
                 batch = transfer(batch, 0)
             start_batch(batch)
             if batch_start is not None:
