@@ -107,8 +107,8 @@ def step_lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"fits: the peak and {MARGIN:.0%} of it are at most {format_bytes(found['limit'])}"
     if "auto" in found:
         chosen = found["auto"]
-        said = "takes" if chosen["fits"] else "finds nothing that fits; least needs"
-        yield f"strategy='auto' {said} {chosen['strategy']}: {chosen['reason']}"
+        said = "takes the first that fits" if chosen["fits"] else "finds nothing that fits, and this needs least"
+        yield f"strategy='auto' {said}: {chosen['reason']}"
     for note, strategies in notes.items():
         yield f"{', '.join(strategies)}: {note}"
 
