@@ -115,7 +115,7 @@ def work(combination: str, rounds: int, steps: int) -> None:
     everybody = gather(mine, devices)
     if int(os.environ.get("RANK", "0")) == 0:
         failed = {label: why for each in everybody for label, why in each["failed"].items()}
-        label = f"{decision['name']}, fused optimizer" if decision["fused"] else decision["name"]
+        label = decision["name"]
         print(
             json.dumps(
                 {

@@ -80,7 +80,7 @@ def test_the_first_that_fits_with_the_margin_or_else_the_smallest(
     peaks: list[int | None], limit: int, failed: set[int]
 ) -> None:
     rows = [candidacy(index, peak) for index, peak in enumerate(peaks)]
-    excluded = {rows[index].key for index in failed if index < len(rows)}
+    excluded = {rows[index].name for index in failed if index < len(rows)}
     left = [(index, peak) for index, peak in enumerate(peaks) if peak is not None and index not in failed]
     fitting = [index for index, peak in left if round(peak * (1 + MARGIN)) <= limit]
     if not left:
@@ -296,10 +296,64 @@ def test_a_step_that_reads_values_is_taken_for_real(sim: None) -> None:
     assert decision["alias"] == "single_device" and "31" not in decision["name"]
 
 
-def test_what_cant_be_measured_keeps_the_default_with_the_reason(sim: None) -> None:
-    with pytest.warns(UserWarning, match=r"stays with 'single_device': what a step needs is not known.*item"):
-        decision = fit_with(Unmeasurable(), 36_000_000)
+def test_optimizers_that_need_values_are_taken_for_adamw(sim: None) -> None:
+    with pytest.warns(UserWarning, match=r"is single_device, by what is known: .*configure_optimizers.*item.*AdamW"):
+        decision = fit_with(Unmeasurable(), 40_000_000)
     assert (decision["alias"], decision["fused"]) == ("single_device", False)
+
+
+class Broken(MODELS["Deep"]):  # type: ignore[misc, valid-type]
+    def configure_model(self) -> None:
+        if self.layers[0].weight.is_meta:
+            raise RuntimeError("not without values")
+
+
+def test_what_cant_be_measured_keeps_the_default_with_the_reason(sim: None) -> None:
+    with pytest.warns(UserWarning, match=r"stays with 'single_device': what a step needs is not known.*not without"):
+        decision = fit_with(Broken(), 36_000_000)
+    assert (decision["alias"], decision["fused"]) == ("single_device", False)
+
+
+class Scheduled(MODELS["Deep"]):  # type: ignore[misc, valid-type]
+    """Asks the Trainer for the length of its training, and for the rate of its optimizer."""
+
+    trainer: Any = None
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        steps = self.trainer.estimated_stepping_batches
+        return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=int(steps))]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        assert self.trainer.optimizers[0].param_groups[0]["lr"] >= 0
+        return super().training_step(batch, batch_idx)  # type: ignore[no-any-return]
+
+
+def test_a_model_that_asks_the_trainer_is_measured(sim: None) -> None:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*strategy='auto'.*")
+        assert fit_with(Scheduled(), 30_000_000)["fused"] is True
+
+
+@pytest.mark.parametrize("answer", [RuntimeError("driver says no"), "45", -5, None])
+def test_an_accelerator_that_cant_say_its_memory(sim: None, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    from torchhal_simulator.accelerator import SimAccelerator
+
+    def available_memory(self: Any, device: Any) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(SimAccelerator, "available_memory", available_memory)
+    trainer = Trainer(accelerator="sim", devices=1, max_steps=1, **QUIET)  # type: ignore[arg-type]
+    if answer is None:
+        trainer.fit(MODELS["Deep"](), loader(MODELS["Deep"]()))  # type: ignore[arg-type]
+    else:
+        with pytest.warns(UserWarning, match="nothing is planned"):
+            trainer.fit(MODELS["Deep"](), loader(MODELS["Deep"]()))  # type: ignore[arg-type]
+    assert trainer._run.auto is not None and trainer._run.auto.decision is None
 
 
 def test_layers_that_are_built_later_are_measured(sim: None) -> None:
@@ -327,6 +381,7 @@ class Data:
         self.calls.append("prepare")
 
     def setup(self, stage: str) -> None:
+        self.calls.append("setup")
         self.ready = True
 
     def train_dataloader(self) -> Any:
@@ -334,22 +389,75 @@ class Data:
         return loader(MODELS["Deep"]())
 
 
-def test_data_of_a_module_is_set_up_on_a_copy(sim: None) -> None:
+def test_hooks_of_the_data_are_called_once(sim: None) -> None:
     import torchhal_simulator
 
-    data, seen = Data(), []
+    data = Data()
     with torchhal_simulator.simulate(devices=1, memory=30_000_000):
         trainer = Trainer(accelerator="sim", devices=1, max_steps=2, **QUIET)  # type: ignore[arg-type]
-
-        class Watch(torchhal.Callback):
-            def setup(self, trainer: Any, module: Any, stage: str) -> None:
-                seen.append(hasattr(data, "ready"))
-
-        trainer.callbacks.append(Watch())
         trainer.fit(MODELS["Deep"](), datamodule=data)  # type: ignore[arg-type]
-    assert seen[-1] is False, "the data module's own setup comes after the callbacks'"
+    assert data.calls == ["prepare", "setup"]
     assert trainer._run.auto is not None and trainer._run.auto.decision is not None
     assert trainer._run.auto.decision["fused"]
+
+
+class Lazily(torch.utils.data.Dataset[Any]):
+    """Opens its file at the first access, as a worker should."""
+
+    def __init__(self) -> None:
+        self.file: Any = None
+
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, index: int) -> Any:
+        self.file = self.file or Path(__file__).open()
+        return torch.randn(256), torch.randn(256)
+
+
+def test_a_dataset_opens_nothing_here(sim: None) -> None:
+    dataset = Lazily()
+    first_batch(DataLoader(torch.utils.data.Subset(dataset, range(64)), 8))
+    assert dataset.file is None
+
+
+def test_a_stream_is_not_tried(sim: None) -> None:
+    class Once(IterableDataset[Any]):
+        def __init__(self) -> None:
+            self.taken = 0
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> Any:
+            self.taken += 1
+            if self.taken > 256:
+                raise StopIteration
+            return torch.randn(256), torch.randn(256)
+
+    stream = Once()
+    decision = fit_with(MODELS["Deep"](), 30_000_000, DataLoader(stream, 64))
+    assert decision["fused"] and not decision["tried"]
+    assert stream.taken <= 3 * 64, "two batches of the fit, and the one that the loader reads ahead"
+
+
+def test_a_fused_optimizer_is_no_part_of_a_checkpoint(sim: None, tmp_path: Path) -> None:
+    """A fit that is planned anew steps as it is planned, whichever way the file's steps were taken."""
+    import torchhal_simulator
+
+    path = tmp_path / "deep.ckpt"
+    for limit, ckpt_path, fused in ((30_000_000, None, True), (90_000_000, path, False), (30_000_000, path, True)):
+        with torchhal_simulator.simulate(devices=1, memory=limit):
+            trainer = Trainer(
+                accelerator="sim", devices=1, max_steps=2 if ckpt_path is None else 4, **QUIET
+            )  # type: ignore[arg-type]  # fmt: skip
+            model = MODELS["Deep"]()
+            trainer.fit(model, loader(model), ckpt_path=ckpt_path)  # type: ignore[arg-type]
+            assert bool(trainer.optimizers[0].param_groups[0]["fused"]) is fused
+            if ckpt_path is None:
+                trainer.save_checkpoint(path)
+    saved = torch.load(path, weights_only=True)["optimizer_states"][0]["param_groups"][0]
+    assert saved["fused"] is None
 
 
 def test_planning_and_trying_leave_no_trace(sim: None) -> None:

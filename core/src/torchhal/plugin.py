@@ -91,6 +91,7 @@ class Candidate:
         recomputes: it computes activations once more instead of keeping them, and is tried only where these decide.
         splits_batches: it computes a batch in parts, and is not tried for a model whose batch norms would see them.
         multiple_of: the number of processes that it needs, or a multiple of it; with others it is left out.
+        within_node: these processes send each other much, and it is left out where they would be on several nodes.
 
     .. versionadded:: 0.2
     """
@@ -100,6 +101,7 @@ class Candidate:
     recomputes: bool = False
     splits_batches: bool = False
     multiple_of: int = 1
+    within_node: bool = False
 
     def problem(self) -> str | None:
         """Return the reason why this record can't be used, or None when it is valid."""

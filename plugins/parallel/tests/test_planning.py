@@ -159,6 +159,83 @@ def reasons():
     return seen
 
 
+@pytest.mark.parametrize("strategy", ["zero3", "hybrid"])
+def test_batch_norms_see_each_batch_once_where_activations_are_recomputed(world2, strategy):
+    recomputed, kept = (
+        world2.run(statistics, {strategy: options}, timeout=120)[0]
+        for options in ({"activation_checkpointing": "blocks"}, {})
+    )
+    assert recomputed.keys() == kept.keys() and len(kept) == 21
+    for name, value in kept.items():
+        torch.testing.assert_close(recomputed[name], value)
+
+
+def statistics(strategy):
+    """Return the statistics of Conv's batch norms after an epoch."""
+    _, _, weights = train("Conv", 2, 10**9, strategy)
+    return {name: value for name, value in weights.items() if "running" in name or "tracked" in name}
+
+
+class Gathers(MODELS["Deep"]):
+    """Communicates where a model may: in its hooks and in its step."""
+
+    def setup(self, stage):
+        torch.distributed.barrier()
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        total = loss.detach().clone().cpu()
+        torch.distributed.all_reduce(total)
+        return loss
+
+    trainer = None
+
+
+def gathering():
+    import torchhal_simulator
+
+    torchhal_simulator.load()
+    gc.collect()
+    model = Gathers()
+    with torchhal_simulator.simulate(devices=2, memory=60_000_000), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(accelerator="sim", devices=2, max_steps=2, use_distributed_sampler=False, **QUIET)
+        trainer.fit(model, memory_models.loader(model))
+    return trainer.global_step, trainer.strategy.alias
+
+
+def test_a_model_that_communicates_is_not_waited_for(world2):
+    assert world2.run(gathering, timeout=90) == [(2, "ddp")] * 2
+
+
+def test_data_that_the_ranks_divide_themselves_keeps_sharing_candidates_out(world2):
+    found = world2.run(reasons_with_a_list, timeout=150)[0]
+    assert "not a DataLoader of samples by number" in found["hybrid (tensor=2)"]
+
+
+def reasons_with_a_list():
+    import torchhal_simulator
+    from torchhal.trainer.planning import _decision
+
+    torchhal_simulator.load()
+    gc.collect()
+    seen, candidates = {}, _decision.candidates
+
+    def watched(*given):
+        for each in candidates(*given):
+            seen[each.name] = each.reason
+            yield each
+
+    _decision.candidates = watched
+    model = MODELS["Transformer"]()
+    try:
+        with torchhal_simulator.simulate(devices=2, memory=15_000_000), suppress(InsufficientMemoryError):
+            Trainer(accelerator="sim", devices=2, max_steps=2, **QUIET).fit(model, memory_models.loader(model))
+    finally:
+        _decision.candidates = candidates
+    return seen
+
+
 # -- out of memory anyway ---------------------------------------------------------------------------------------------
 
 

@@ -79,7 +79,8 @@ class DeviceStatistics:
             current = torch.accelerator.current_accelerator()
             if current is None or current.type != device.type:
                 return max(0, stats["limit"] - allocated) if stats.get("limit") else None
-            free, _ = torch.accelerator.get_memory_info(device)
+            read = getattr(torch.accelerator, "get_memory_info", None) or self._module().mem_get_info  # of older torch
+            free, _ = read(device)
         except (RuntimeError, NotImplementedError, AttributeError):
             return None
         return int(free) + max(0, stats.get("reserved", allocated) - allocated)

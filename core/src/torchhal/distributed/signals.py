@@ -227,6 +227,20 @@ def at_once() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def within_a_run() -> Iterator[None]:
+    """Leave :func:`at_once` inside, where another run stops on the signals by itself, between two steps."""
+    signals = StopSignals.active
+    before = signals is not None and signals._at_once
+    if signals is not None:
+        signals._at_once = False
+    try:
+        yield
+    finally:
+        if signals is not None:
+            signals._at_once = before
+
+
 def follow(signum: int) -> None:
     """Send the main thread the signal on which another rank leaves, if it is inside :func:`at_once`. In any thread."""
     signals = StopSignals.active

@@ -67,6 +67,7 @@ def strategy_options(plan: Plan, request: Request) -> list[StrategyOption]:
     """
     own = StrategyOption(plan.strategy.alias, Candidate(0), plan)
     found: list[StrategyOption] = []
+    local = plan.strategy.value.num_local_processes(len(plan.device_indices))
     for entry in registry.entries("strategy"):
         if not entry.component.candidates or entry.problem:
             continue
@@ -75,7 +76,8 @@ def strategy_options(plan: Plan, request: Request) -> list[StrategyOption]:
             continue  # this hardware has one of its own in its place
         is_own = _makes(entry, plan.strategy)
         for candidate in entry.component.candidates:
-            if plan.world_size % candidate.multiple_of:
+            ranks = local if candidate.within_node and plan.world_size > local else plan.world_size
+            if ranks % candidate.multiple_of:
                 continue
             if is_own and not candidate.options:
                 own = replace(own, candidate=candidate)

@@ -32,8 +32,11 @@ def _can_fuse(optimizer: Any, device_type: str) -> bool:
 
 
 def fuse(optimizers: Sequence[Optimizer]) -> None:
-    """Let each of the optimizers, which have no state yet, step by its fused kernel."""
+    """Let each of the optimizers step by its fused kernel, which counts steps on the device."""
     for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].to(parameter.device, torch.float32)
         for settings in (optimizer.defaults, *optimizer.param_groups):
             settings["fused"], settings["foreach"] = True, False
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
@@ -45,3 +48,10 @@ def unfuse(optimizers: Sequence[Optimizer]) -> None:
         for settings in (optimizer.defaults, *optimizer.param_groups):
             settings["fused"] = settings["foreach"] = None
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+
+
+def as_unfused(state: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state without the implementation that :func:`fuse` has set."""
+    if "param_groups" not in state:
+        return state
+    return {**state, "param_groups": [{**group, "fused": None, "foreach": None} for group in state["param_groups"]]}

@@ -24,9 +24,6 @@ class AutoStrategy:
     base: Plan | None = None
     decision: dict[str, Any] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "base": None}  # of this process
-
     @property
     def fuses_optimizers(self) -> bool:
         """Whether optimizers step by fused kernels."""

@@ -26,6 +26,7 @@ from torchhal.errors import (
     TorchhalError,
 )
 from torchhal.resolve._checkpoint_ios import usable_ios
+from torchhal.strategies._fused_optimizers import as_unfused
 from torchhal.strategies._optimizer_state import parameters_without_state
 from torchhal.trainer import _checkpoint_digests as checkpoint_digests
 from torchhal.trainer import _rank_states as rank_states
@@ -68,7 +69,10 @@ def dump_checkpoint(run: RunState, *, weights_only: bool = False, alone: bool = 
         if isinstance(getattr(owner, "hparams", None), Mapping) and owner.hparams:
             _dump_hparams(run, owner, checkpoint)
     if not weights_only:
-        checkpoint["optimizer_states"] = [strategy.optimizer_state(optimizer) for optimizer in strategy.optimizers]
+        optimizer_states = [strategy.optimizer_state(optimizer) for optimizer in strategy.optimizers]
+        if run.auto is not None and run.auto.fuses_optimizers:
+            optimizer_states = list(map(as_unfused, optimizer_states))
+        checkpoint["optimizer_states"] = optimizer_states
         checkpoint["lr_schedulers"] = [strategy.scheduler_state(config) for config in strategy.lr_scheduler_configs]
         if run.trained_by is not None:
             checkpoint["trained_by"] = run.trained_by

@@ -63,7 +63,7 @@ def change_accumulation(run: RunState) -> None:
     The script's own value stays recorded, so that a run continuing from here keeps the size of a step.
     """
     fit = run.progress
-    _accumulate(run, run.accumulate_grad_batches)
+    _accumulate(run, run.accumulate_grad_batches * (1 if run.auto is None else run.auto.batches))
     fit.step_size = fit.accumulate * data_parallel_rank(run)[0] * fit.batch_size
 
 

@@ -16,6 +16,7 @@ from torchhal.distributed import rendezvous
 from torchhal.distributed.failures import exit_for_signal, mark_printed
 from torchhal.distributed.signals import DEFAULT_SIGNALS, StopRequested, StopSignals, at_once
 from torchhal.errors import ConfigurationError, RankFailedError
+from torchhal.strategies._fused_optimizers import fuse
 from torchhal.trainer import _checkpointing as checkpointing
 from torchhal.trainer import _rank_consistency as rank_consistency
 from torchhal.trainer import _resume as resume
@@ -118,14 +119,12 @@ def executing(
                     signals.raise_received()
                     run.strategy.setup_environment()
                     set_hang_folder(run, run.default_root_dir)
-                    if plans:
-                        planning.plan_strategy(run, ckpt_path)
-                        set_hang_folder(run, run.default_root_dir)
                     begin_call(run, loop, fn)
                     record = RunRecord(run, fn)
                     record.begin()
-                    status_lines.announce_start(run, fn)
-                    set_up(run, loop, fn, ckpt_path, on_refusal)
+                    if not plans:
+                        status_lines.announce_start(run, fn)
+                    set_up(run, loop, fn, ckpt_path, on_refusal, record if plans else None)
                     record.ready()
                     on_refusal.pop_all()
                 if signals.received is not None:
@@ -267,8 +266,13 @@ def begin_call(run: RunState, loop: FitLoop, fn: str) -> None:
     run.hooks.refresh()
 
 
-def set_up(run: RunState, loop: FitLoop, fn: str, ckpt_path: Any, on_refusal: ExitStack) -> None:
-    """Set up hooks, model, weights, optimizers and state, in the order that every strategy can carry."""
+def set_up(
+    run: RunState, loop: FitLoop, fn: str, ckpt_path: Any, on_refusal: ExitStack, unplanned: RunRecord | None = None
+) -> None:
+    """Set up hooks, model, weights, optimizers and state, in the order that every strategy can carry.
+
+    ``unplanned`` is the record of a fit whose strategy is chosen here, when model and data are ready.
+    """
     strategy, module, datamodule = run.strategy, run.module, run.datamodule
     for owner in (datamodule, module):
         if strategy.local_rank == 0 and implements(owner, "prepare_data"):
@@ -284,6 +288,12 @@ def set_up(run: RunState, loop: FitLoop, fn: str, ckpt_path: Any, on_refusal: Ex
     for owner in (datamodule, module):
         if implements(owner, "setup"):
             owner.setup(fn)
+    if unplanned is not None:
+        planning.plan_strategy(run, ckpt_path)
+        strategy = run.strategy
+        set_hang_folder(run, run.log_dir or run.default_root_dir)
+        unplanned.planned()
+        status_lines.announce_start(run, fn)
     run.hooks.refresh()
     if implements(module, "configure_model"):
         with strategy.init_context():
@@ -324,6 +334,8 @@ def set_up(run: RunState, loop: FitLoop, fn: str, ckpt_path: Any, on_refusal: Ex
         load_fit_data(run, loop)
         if checkpoint is not None:
             checkpointing.restore_training(run, checkpoint, run.ckpt_path or "", states)
+            if run.auto is not None and run.auto.fuses_optimizers:
+                fuse(strategy.optimizers)  # the states that were loaded say how they stepped then
         rank_consistency.check_settings(run)
     if checkpoint is not None:
         status_lines.announce_checkpoint(run, fn, checkpoint)

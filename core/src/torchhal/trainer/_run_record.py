@@ -69,7 +69,7 @@ class RunRecord(RunPart[RunState]):
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "world_size": run.world_size,
-            "plan": {what: {"choice": choice, "reason": reason} for what, choice, reason in run.plan.rows()},
+            "plan": _rows(run),
             "notes": list(run.plan.notes),
             "versions": versions(run),
             "command": sys.argv,
@@ -79,6 +79,12 @@ class RunRecord(RunPart[RunState]):
         }
         self._fits.append(self._fit)
         self._write()
+
+    def planned(self) -> None:
+        """Write that the strategy was chosen."""
+        if self._folder is not None:
+            self._fit["plan"] = _rows(self.run)
+            self._write()
 
     def ready(self) -> None:
         """Write what is known once everything is set up: where the fit continues, and with which hyperparameters."""
@@ -144,6 +150,11 @@ class RunRecord(RunPart[RunState]):
             path = os.path.join(self._folder, RECORD_FILE)
             reason = getattr(error, "strerror", None) or error  # else each one names another temporary file
             self.run.warn_once(f"the run can't be recorded in {path!r}, so torchhal report will lack it: {reason}")
+
+
+def _rows(run: RunState) -> dict[str, Any]:
+    """Return the parts of the run's plan, and why they were chosen."""
+    return {what: {"choice": choice, "reason": reason} for what, choice, reason in run.plan.rows()}
 
 
 def _count_rows(folder: str) -> int:

@@ -122,10 +122,9 @@ class RunState(RunSettings, RunOutput):
         self.settled = True
 
     def replace_plan(self, plan: Plan) -> None:
-        """Take the components of another plan, before a run is set up; the strategy of before is torn down."""
+        """Take the components of another plan, before the model is set up; the strategy of before is torn down."""
         self.plan = plan
-        self.strategy = plan.build()
-        self.results = Results(self.strategy)
+        self.strategy = self.results.strategy = plan.build()
 
     @property
     def current_hook(self) -> str | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from torchhal_parallel._gradient_hooks import give_back
@@ -49,10 +52,31 @@ class ForwardOverride:
 
 
 class Recomputed(ForwardOverride):
-    """A forward whose activations are not kept: backward computes them again."""
+    """A forward whose activations are not kept: backward computes them again, but for the statistics of batch norms."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._normed = [part for part in module.modules() if isinstance(part, _BatchNorm)]
+        self._options: dict[str, Any] = {"context_fn": self._contexts} if self._normed else {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
+        return checkpoint(self.inner, *args, use_reentrant=False, **self._options, **kwargs)
+
+    def _contexts(self) -> tuple[Any, Any]:
+        """Return the contexts of the first forward, and of the one in backward."""
+        return contextlib.nullcontext(), self._without_statistics()
+
+    @contextlib.contextmanager
+    def _without_statistics(self) -> Iterator[None]:
+        """Let copies take the running statistics, which have this batch already: torch wants the same tensors saved."""
+        kept = [(part, dict(part._buffers)) for part in self._normed if part.training and part.track_running_stats]
+        for part, buffers in kept:
+            part._buffers.update({name: None if each is None else each.clone() for name, each in buffers.items()})
+        try:
+            yield
+        finally:
+            for part, buffers in kept:
+                part._buffers.update(buffers)
 
 
 def recompute(module: nn.Module, policy: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torchhal.plugin import Candidate, Component, hookimpl
 
 
@@ -22,6 +24,11 @@ _OFFLOAD = {"cpu_offload": True}
 _SHARDS = {"data": 1, "shard": None}
 _SIZES = (2, 4, 8)
 """Ranks that share the layers of a model, or its stages, where others have replicas or shards of it."""
+
+
+def _among(size: int) -> dict[str, Any]:
+    """Return what tensor parallelism over ``size`` ranks needs: they talk in every layer."""
+    return {"multiple_of": size, "within_node": True}
 
 
 @hookimpl
@@ -71,7 +78,6 @@ def torchhal_strategies() -> list[Component]:
             hybrid,
             "layers shared by the ranks, by a plan of column- and row-wise layers",
             {"tensor": None},
-            candidates=(Candidate(64, multiple_of=2), Candidate(65, _RECOMPUTE, recomputes=True, multiple_of=2)),
         ),
         Component(
             "pipeline",
@@ -87,11 +93,15 @@ def torchhal_strategies() -> list[Component]:
             {"data": None},
             candidates=(
                 Candidate(44, _RECOMPUTE, recomputes=True),  # replicas, as of ddp
-                *(Candidate(60 + i, {"tensor": n}, multiple_of=n) for i, n in enumerate(_SIZES)),
-                *(Candidate(70 + i, {"pipeline": n}, splits_batches=True, multiple_of=n) for i, n in enumerate(_SIZES)),
-                *(Candidate(80 + i, {**_SHARDS, "tensor": n}, multiple_of=n) for i, n in enumerate(_SIZES)),
+                *(Candidate(60 + i, {"tensor": n}, **_among(n)) for i, n in enumerate(_SIZES)),
                 *(
-                    Candidate(84 + i, {**_SHARDS, "tensor": n, **_RECOMPUTE}, recomputes=True, multiple_of=n)
+                    Candidate(64 + i, {"tensor": n, **_RECOMPUTE}, recomputes=True, **_among(n))
+                    for i, n in enumerate(_SIZES)
+                ),
+                *(Candidate(70 + i, {"pipeline": n}, splits_batches=True, multiple_of=n) for i, n in enumerate(_SIZES)),
+                *(Candidate(80 + i, {**_SHARDS, "tensor": n}, **_among(n)) for i, n in enumerate(_SIZES)),
+                *(
+                    Candidate(84 + i, {**_SHARDS, "tensor": n, **_RECOMPUTE}, recomputes=True, **_among(n))
                     for i, n in enumerate(_SIZES)
                 ),
             ),

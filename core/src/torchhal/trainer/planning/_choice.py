@@ -63,11 +63,6 @@ class Candidacy:
     def name(self) -> str:
         return f"{self.option.name}, fused optimizer" if self.fused else self.option.name
 
-    @property
-    def key(self) -> tuple[str, bool]:
-        """Identifies the candidate among the others."""
-        return self.option.name, self.fused
-
     def fits(self, limit: int) -> bool:
         """Return whether it fits with the margin, as far as is known."""
         return self.phases is not None and with_margin(self.phases.peak) <= limit
@@ -155,7 +150,10 @@ def candidates(options: Sequence[StrategyOption], steps: MeasuredSteps, world_si
         seen.append(phases)
         yield Candidacy(option, False, phases, found.step)
         if phases.phase == "optimizer" and steps.can_fuse:
-            fused = steps.measure(strategy, world_size, fused=True)
+            try:
+                fused = steps.measure(strategy, world_size, fused=True)
+            except Exception:  # as above, and without it there is the plain one
+                continue
             if fused.phases.peak < phases.peak and fused.step.is_known:
                 yield Candidacy(option, True, fused.phases, fused.step)
 
@@ -168,13 +166,13 @@ def _has_batch_norm(module: nn.Module) -> bool:
     return any(isinstance(part, _BatchNorm) for part in module.modules())
 
 
-def choose(found: Iterable[Candidacy], limit: int, excluded: Collection[tuple[str, bool]] = ()) -> Choice:
+def choose(found: Iterable[Candidacy], limit: int, excluded: Collection[str] = ()) -> Choice:
     """Return the first candidate that fits with the margin, or the one that needs least.
 
     Args:
         found: see :func:`candidates`; read until one fits.
         limit: bytes of each device.
-        excluded: the keys of those that have run out of memory.
+        excluded: the names of those that have run out of memory.
 
     Raises:
         NoCandidateLeftError: nothing is left.
@@ -182,14 +180,14 @@ def choose(found: Iterable[Candidacy], limit: int, excluded: Collection[tuple[st
     rows: list[Candidacy] = []
     for candidacy in found:
         rows.append(candidacy)
-        if candidacy.key not in excluded and candidacy.fits(limit):
+        if candidacy.name not in excluded and candidacy.fits(limit):
             return Choice(candidacy, tuple(rows), limit, True)
     return least(rows, limit, excluded)
 
 
-def least(rows: Sequence[Candidacy], limit: int, excluded: Collection[tuple[str, bool]] = ()) -> Choice:
+def least(rows: Sequence[Candidacy], limit: int, excluded: Collection[str] = ()) -> Choice:
     """Return the choice where no candidate fits: the one that needs least."""
-    left = [row for row in rows if row.phases is not None and row.key not in excluded]
+    left = [row for row in rows if row.phases is not None and row.name not in excluded]
     if not left:
         raise NoCandidateLeftError("no candidate is left")
     best = min(left, key=lambda row: row.phases.peak if row.phases else 0)

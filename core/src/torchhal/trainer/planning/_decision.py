@@ -12,6 +12,7 @@ from torchhal.composition import Composable
 from torchhal.errors import TorchhalError
 from torchhal.memory_estimate import bytes_of, format_bytes
 from torchhal.plugin import Candidate
+from torchhal.precision import needs_closure
 from torchhal.resolve import Plan, check_fit, composition_of
 from torchhal.resolve._options import StrategyOption, strategy_options
 from torchhal.strategies import Strategy
@@ -72,6 +73,8 @@ class Planner:
             make=trained.make,
             why_unknown=trained.why_unknown,
         )
+        self._trained = trained
+        self._keeps = keeps_batch_size
         self._samples = 0
         """Of a batch, where the planner finds its size; else 0."""
         self._most_samples = MOST_SAMPLES
@@ -89,7 +92,7 @@ class Planner:
         self._left = candidates(self._options, self._steps, run.strategy.world_size)
         self._seen: list[Candidacy] = []
         self._made_for = made_for(run, trained)
-        self._failed: set[tuple[str, bool]] = set()
+        self._failed: set[str] = set()
         self._refusals = 0
 
     def decide(self, kept: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -138,7 +141,7 @@ class Planner:
         if why == OUT_OF_MEMORY and decision["batch_size"] > self._samples:
             self._most_samples = max(self._samples, decision["batch_size"] // 2)
             return self.decide()
-        self._failed.add((decision["name"], decision["fused"]))
+        self._failed.add(decision["name"])
         self._refusals += why != OUT_OF_MEMORY
         try:
             following = self.decide()
@@ -170,19 +173,21 @@ class Planner:
         return {
             "alias": option.alias,
             "options": dict(option.options),
-            "name": option.name,
+            "name": choice.chosen.name,
             "fused": choice.chosen.fused,
             "batches": self._batches(choice.chosen),
             "reason": choice.reason(),
-            "tried": grown or self._is_tried(choice),
+            "tried": self._is_tried(choice, grown=grown),
             "batch_size": size,
             "limit": self._limit,
             "made_for": self._made_for,
         }
 
-    def _is_tried(self, choice: Choice) -> bool:
+    def _is_tried(self, choice: Choice, *, grown: bool) -> bool:
         """Return whether two steps are taken before the fit begins."""
-        if not self._is_default(choice.chosen):
+        if not self._trained.is_repeatable:
+            return False
+        if grown or not self._is_default(choice.chosen):
             return True
         if self._is_host:  # a process that takes too much is ended by the system, without an error
             return False
@@ -200,14 +205,14 @@ class Planner:
             return None
         for option in self._options:
             same = (option.alias, dict(option.options)) == (kept.get("alias"), kept.get("options"))
-            if same and option.plan is not None and (not kept.get("fused") or self._steps.can_fuse):
+            if same and option.plan is not None and (kept.get("fused") is not True or self._steps.can_fuse):
                 return {
                     "alias": option.alias,
                     "options": dict(option.options),
-                    "name": option.name,
-                    "fused": bool(kept.get("fused")),
+                    "name": (name := Candidacy(option, kept.get("fused") is True).name),
+                    "fused": kept.get("fused") is True,
                     "batches": batch_factor(self._default, option.plan.strategy.value),
-                    "reason": str(kept.get("reason")),
+                    "reason": f"{name} is that of the run which is continued",
                     "batch_size": self._samples,
                     "tried": False,
                     "limit": limit,
@@ -246,6 +251,13 @@ class Planner:
             return ""
         if run.by_hand or not getattr(run.module, "automatic_optimization", True):
             return f"its ranks share batches, and a loop of the model's own would take {factor} of them for a step"
+        if not self._trained.is_divided:
+            return (
+                f"its ranks share batches, so that a step takes {factor} of them, and the training data is not a "
+                "DataLoader of samples by number that torchhal divides"
+            )
+        if any(map(needs_closure, self._trained.memory.optimizers)):
+            return f"its ranks share batches, of which a step with a closure can't take {factor}"
         counted = [
             name
             for name in ("limit_train_batches", "val_check_interval", "overfit_batches")
@@ -262,10 +274,12 @@ class Planner:
 
     def _why_nothing_fits(self, choice: Choice) -> str:
         found = remedies(choice, self._options, self._steps, self._run.strategy.world_size, self._limit)
+        kept = f", with the {self._samples} samples in a batch that the checkpoint has," if self._keeps else ""
+        name = type(self._run.module).__name__
         return (
-            f"no strategy makes a training step of {type(self._run.module).__name__} fit: {choice.reason()}. That is "
+            f"no strategy makes a training step of {name}{kept} fit: {choice.reason()}. That is "
             f"{format_bytes(choice.missing)} too much, with the margin of {MARGIN:.0%}. {found}; `torchhal explain "
-            "--model --batch --memory` shows every candidate"
+            "--model --batch --memory` shows every candidate, and a strategy that is named is not refused"
         )
 
 

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from torchhal.errors import ModelError
 from torchhal.trainer.data._loaders import is_one_shot
@@ -42,7 +42,7 @@ def _batch_of_dataset(loader: DataLoader[Any]) -> Any:
         for batch in alone:
             return batch
         raise ModelError("the loader gave no batch")
-    dataset: Any = loader.dataset
+    dataset: Any = _copied(loader.dataset)
     if loader.batch_sampler is None:
         return loader.collate_fn(dataset[0])
     if type(loader.batch_sampler) is BatchSampler:
@@ -54,3 +54,32 @@ def _batch_of_dataset(loader: DataLoader[Any]) -> Any:
     fetch = getattr(dataset, "__getitems__", None)
     samples = [dataset[index] for index in indices] if fetch is None else fetch(indices)
     return loader.collate_fn(samples)
+
+
+def _copied(dataset: Any) -> Any:
+    """Return a copy of a dataset, and of those inside of it, that shares its data.
+
+    What it opens at its first access, such as a file, it opens for itself: a worker process can't be sent that.
+    """
+    made = copy.copy(dataset)
+    own = getattr(made, "__dict__", {})
+    if "dataset" in own:
+        own["dataset"] = _copied(own["dataset"])
+    if isinstance(own.get("datasets"), list):
+        own["datasets"] = [_copied(each) for each in own["datasets"]]
+    return made
+
+
+def is_repeatable(loader: Any) -> bool:
+    """Return whether batches that a trial takes are there again in the fit."""
+    return not is_one_shot(loader) and not isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
+def is_divided(loader: Any) -> bool:
+    """Return whether the ranks' shares of ``loader`` are made here, of one order of samples for all."""
+    return (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader.batch_sampler) is BatchSampler
+        and type(loader.sampler) in (RandomSampler, SequentialSampler)
+    )

@@ -1,4 +1,4 @@
-"""Give a fit with ``strategy="auto"`` its strategy, when the ranks have met and nothing is set up."""
+"""Give a fit with ``strategy="auto"`` its strategy, when the ranks have met and before its model is set up."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ def keep_base(run: RunState) -> None:
     """Keep the plan with the default strategy, which candidates replace, before a run uses any of it."""
     if run.auto is not None and run.auto.base is None:
         with suppress(ConfigurationError):  # one that can't be copied stays
-            run.auto.base = run.unused or unused_copy(run.plan)
+            run.auto.base = run.unused = run.unused or unused_copy(run.plan)
 
 
 def plan_strategy(run: RunState, ckpt_path: Any) -> None:
     """Choose the strategy of a fit, and set up its environment in place of the default one's.
 
-    Called on every rank, when the environment of the default strategy is set up and nothing else. Rank 0 measures and
-    decides, for the device that has least memory. Where that is nearly used up, and where the strategy is another than
-    the default, two steps are tried, and a candidate that can't take them on any rank gives way to the next.
+    Called on every rank, when the environment of the default strategy is set up, and the hooks ``prepare_data`` and
+    ``setup`` are over, but not the model's set-up. Rank 0 measures, while no process group is there, and decides, for
+    the device that has least memory. Where that is nearly used up, and where the strategy is another than the default,
+    two steps are tried, and a candidate that can't take them on any rank gives way to the next.
 
     Args:
         run: of a fit, after :func:`keep_base`.
@@ -68,10 +69,13 @@ def plan_strategy(run: RunState, ckpt_path: Any) -> None:
         return
     kept = _kept_decision(run, ckpt_path) if run.strategy.is_global_zero else None
     keeps = _keep_batch_size(run, kept)
-    planner = _make_planner(run, base, limit, keeps) if run.strategy.is_global_zero else None
-    first = None
-    if run.strategy.is_global_zero:
+    is_zero = run.strategy.is_global_zero
+    run.strategy.teardown()  # a collective in what is measured on rank 0 alone would meet none, or a wrong one
+    planner, first = None, None
+    if is_zero:
+        planner = _make_planner(run, base, limit, keeps)
         first = _guarded(run, base, lambda: planner.decide(kept) if planner else None) or default_decision(base)
+    run.strategy.setup_environment()
     decision = _agree(run, first)
     while decision["tried"] and not run.by_hand and (why := why_not(run)):
         following = None
@@ -79,7 +83,7 @@ def plan_strategy(run: RunState, ckpt_path: Any) -> None:
             again = partial(planner.decide_again, decision, why)
             following = _guarded(run, base, again) or default_decision(base)
         decision = _agree(run, following, f"strategy='auto' was {decision['name']}, but {why}. ")
-    if (decision["fused"] or decision["name"] != base.strategy.alias) and decision["reason"] not in run.said:
+    if decision["name"] != base.strategy.alias and decision["reason"] not in run.said:
         run.said.add(decision["reason"])
         run.announce(f"strategy 'auto': {decision['reason']}")
     if decision["batch_size"]:
@@ -127,8 +131,17 @@ def _least_limit(run: RunState) -> int | None:
 def _limit(run: RunState) -> int | None:
     """Return the bytes that the run can have on this rank's device, what its model has there already included."""
     strategy = run.strategy
-    available = strategy.accelerator.available_memory(strategy.root_device)
-    if available is None:
+    try:
+        available = strategy.accelerator.available_memory(strategy.root_device)
+        if available is None:
+            return None
+        if not isinstance(available, int) or available < 0:
+            raise ValueError(f"available_memory returned {available!r}")
+    except Exception as error:  # of a vendor's library
+        run.warn_once(
+            f"nothing is planned, as accelerator {strategy.accelerator.name!r} can't say how much memory is available "
+            f"({type(error).__name__}: {error})"
+        )
         return None
     if strategy.root_device.type == "cpu":  # which the processes of a node share
         available //= max(1, strategy.num_local_processes(len(run.plan.device_indices)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -25,8 +26,8 @@ from torchhal.trainer._fake_copy import FakeCopy
 from torchhal.trainer._resume import data_parallel_rank
 from torchhal.trainer._trial import make_trial
 from torchhal.trainer.callbacks._meta_copy import measure
-from torchhal.trainer.data._loaders import LOADER_HOOKS, loader_length
-from torchhal.trainer.planning._first_batch import first_batch
+from torchhal.trainer.data._loaders import find_loaders, loader_length
+from torchhal.trainer.planning._first_batch import first_batch, is_divided, is_repeatable
 from torchhal.trainer.run_state import RunState
 
 BATCHES = 1000
@@ -43,6 +44,8 @@ class TrainedModel:
         make: returns a copy of the model with values, and its optimizers; None where a step of it can't be taken.
         why_unknown: why no step is known; "" where one is.
         most_samples: those that one rank's share of the data has; None where that is not known.
+        is_repeatable: whether batches that are taken before the fit are in it, too.
+        is_divided: whether torchhal makes each rank's share of the data.
     """
 
     memory: ModelMemory
@@ -50,6 +53,8 @@ class TrainedModel:
     make: Callable[[], tuple[Any, Any]] | None
     why_unknown: str = ""
     most_samples: int | None = None
+    is_repeatable: bool = False
+    is_divided: bool = False
 
 
 class CountedBatches(NamedTuple):
@@ -64,7 +69,7 @@ def copy_for_planning(run: RunState, precision: Precision) -> TrainedModel:
     """Return the model of ``run``, which is not set up; it, its data and the random numbers stay as they are.
 
     Args:
-        run: of a fit, on rank 0.
+        run: of a fit, on rank 0, after the hooks ``prepare_data`` and ``setup``.
         precision: that no run uses.
 
     Raises:
@@ -75,58 +80,55 @@ def copy_for_planning(run: RunState, precision: Precision) -> TrainedModel:
 
 
 def _copy_module(run: RunState, precision: Precision) -> TrainedModel:
-    stand_in = make_trial(run.trainer)
+    lengths = {name: getattr(run, name) for name in ("max_epochs", "max_steps")}  # of which schedules are made
+    stand_in = make_trial(run.trainer, **lengths)
     counted: Any = CountedBatches()
     stand_in._run.state.fn, stand_in._run.progress.data = "fit", counted
-    datamodule = copy.copy(run.datamodule)
     module: Any = FakeCopy(torch.device("meta"), {}).module(run.module)
     own = hasattr(type(module), "trainer")
-    stand_in._run.module, stand_in._run.datamodule = module, datamodule
+    stand_in._run.module, stand_in._run.datamodule = module, run.datamodule
     if own:
         module.trainer = stand_in._run.adapters.trainer_for(module)
-    if datamodule is not None:
-        datamodule.trainer = stand_in._run.adapters.trainer_for(datamodule)
-    if run.sources.train is None:
-        for owner in (datamodule, module):
-            if implements(owner, "prepare_data"):
-                owner.prepare_data()
-    if datamodule is not None and run.sources.train is None and implements(datamodule, "setup"):
-        datamodule.setup("fit")
-    with torch.device("meta"):
-        if implements(module, "setup"):
-            module.setup("fit")
-        if implements(module, "configure_model"):
+    if implements(module, "configure_model"):
+        with torch.device("meta"):
             module.configure_model()
     module = precision.convert_module(module.to("meta"))
     if not implements(module, "configure_optimizers"):
         raise ModelError(f"{type(module).__name__} has no configure_optimizers")
-    optimizers, _ = configure_optimizers(module)
-    loader, batch, reason = _batch(run, module, datamodule)
+    unknown = ""
+    try:
+        optimizers, _ = configure_optimizers(module)
+    except Exception as error:
+        optimizers = [torch.optim.AdamW(module.parameters())]
+        unknown = f"configure_optimizers can't be called without values ({type(error).__name__}: {error}): by AdamW"
+    stand_in.strategy.optimizers = list(optimizers)
+    loader, batch, reason = _batch(run)
+    reason = unknown or reason
 
     def make() -> tuple[Any, Sequence[Optimizer]]:
         real = copy.deepcopy(run.module)
         if own:
             real.trainer = stand_in._run.adapters.trainer_for(real)
-        if implements(real, "setup"):
-            real.setup("fit")
         if implements(real, "configure_model"):
             real.configure_model()
         real = copy.deepcopy(precision).convert_module(real)
-        return real, configure_optimizers(real)[0]
+        made = configure_optimizers(real)[0]
+        stand_in.strategy.optimizers = list(map(weakref.proxy, made))  # or their state would stay on the device
+        return real, made
 
     samples = loader_length(getattr(loader, "dataset", None))
     most = None if samples is None else max(1, samples // data_parallel_rank(run)[0])
-    return TrainedModel(measure(module, optimizers), batch, None if reason else make, reason, most)
+    memory = measure(module, optimizers)
+    return TrainedModel(
+        memory, batch, None if reason else make, reason, most, is_repeatable(loader), is_divided(loader)
+    )
 
 
-def _batch(run: RunState, module: Any, datamodule: Any) -> tuple[Any, Any, str]:
+def _batch(run: RunState) -> tuple[Any, Any, str]:
     """Return the training loader, a batch of it, and why there is none."""
-    loader = run.sources.train
-    hook = LOADER_HOOKS["train"]
+    loader = None
     try:
-        for owner in (datamodule, module):
-            if loader is None and implements(owner, hook):
-                loader = run.adapters.adapt_loaders(run.module, "train", getattr(owner, hook)())
+        loader = find_loaders(run, "train", run.sources.train)
         return loader, first_batch(loader), ""
     except Exception as error:
         return loader, None, f"no batch of the training data is known ({type(error).__name__}: {error})"
@@ -142,7 +144,7 @@ def _copy_by_hand(run: RunState, precision: Precision) -> TrainedModel:
         optimizer.state.clear()
     batch, reason = None, "the step of a loop with several models is not known"
     if list(found.models) == [""]:
-        _, batch, reason = _batch(run, module, None)
+        _, batch, reason = _batch(run)
         vars(module)["training_step"] = MethodType(_step_by_hand, module)
     return TrainedModel(measure(module, optimizers), batch, None, reason)
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
+import torch
+
+from torchhal._overrides import implements
+from torchhal.distributed.signals import within_a_run
 from torchhal.errors import ConfigurationError, ModelError
+from torchhal.pytree import move_module
 from torchhal.rng import host_generators_restored
 from torchhal.trainer._auto_strategy import AutoStrategy
 from torchhal.trainer._trial import fit_trial, make_trial
 from torchhal.trainer._trial_state import RestoreState, copy_data, copy_model
-from torchhal.trainer.data._loaders import is_one_shot
 from torchhal.trainer.run_state import RunState
 
 OUT_OF_MEMORY = "it ran out of memory in its first steps"
@@ -38,16 +43,29 @@ def why_not(run: RunState) -> str:
 
 def _try_steps(run: RunState) -> str:
     assert run.auto is not None
-    if run.sources.train is not None and is_one_shot(run.sources.train):
-        return ""  # its batches would be missing in the fit
     trial = make_trial(run.trainer, [RestoreState()], max_steps=_STEPS, limit_train_batches=1.0, overfit_batches=0.0)
     trial._run.auto = AutoStrategy(run.auto.request, decision=run.auto.decision)
+    places = {parameter.device for parameter in run.module.parameters()} - {torch.device("cpu"), torch.device("meta")}
+    if places:  # of an earlier fit: it would lie there beside its copy
+        move_module(run.module, torch.device("cpu"))
+    try:
+        return _try_copies(run, trial)
+    finally:
+        for device in places:
+            move_module(run.module, device)
+
+
+def _try_copies(run: RunState, trial: Any) -> str:
     try:
         model, datamodule = copy_model(run.module, "strategy='auto'"), copy_data(run.datamodule)
     except ConfigurationError:  # untried
         return ""
+    for owner in (model, datamodule):
+        for hook in ("prepare_data", "setup", "teardown"):  # which the fit has called, or will
+            if implements(owner, hook):
+                vars(owner)[hook] = None
     try:
-        with host_generators_restored():
+        with host_generators_restored(), within_a_run():
             fit_trial(trial, model, run.sources.train, datamodule)
     except (ConfigurationError, ModelError) as error:
         return " ".join(str(error).split())
