@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -411,7 +412,7 @@ class Lazily(torch.utils.data.Dataset[Any]):
         return 256
 
     def __getitem__(self, index: int) -> Any:
-        self.file = self.file or Path(__file__).open()
+        self.file = self.file or f"the file of process {os.getpid()}"
         return torch.randn(256), torch.randn(256)
 
 

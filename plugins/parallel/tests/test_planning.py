@@ -2,6 +2,9 @@
 
 import copy
 import gc
+import os
+import subprocess
+import sys
 import warnings
 from contextlib import suppress
 
@@ -303,6 +306,40 @@ def test_what_refuses_the_model_gives_way_too(world2):
     (name, said, steps), (other, _, _) = world2.run(refused, timeout=160)
     assert name == other and name.startswith("hybrid") and steps == 2
     assert "was zero2, but" in said[0] and "is not contiguous" in said[0] and "takes its place" in said[0]
+
+
+STOPPED = """
+import os, signal, sys, torch, torchhal, memory_models
+from torch._subclasses.fake_tensor import FakeTensor
+
+class Stopped(memory_models.Deep):
+    trainer = None
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        tried = not isinstance(loss, FakeTensor) and self.trainer._run.is_trial
+        if tried and self.trainer.global_rank == 1 and index == 0:
+            os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+        return loss
+
+data = torch.utils.data.TensorDataset(*Stopped.batch(512))
+trainer = torchhal.Trainer(accelerator="sim", devices=2, max_steps=3, logger=False, enable_model_summary=False)
+trainer.fit(Stopped(), torch.utils.data.DataLoader(data, 64))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", -2)])
+def test_a_signal_while_steps_are_tried_stops_all_ranks(tmp_path, name, code):
+    (tmp_path / "stopped.py").write_text(STOPPED)
+    path = os.pathsep.join([os.path.dirname(memory_models.__file__), *filter(None, [os.environ.get("PYTHONPATH")])])
+    variables = {**os.environ, "PYTHONPATH": path, "TORCHHAL_SIM_DEVICES": "2", "TORCHHAL_SIM_MEMORY": "22MiB"}
+    done = subprocess.run(
+        [sys.executable, "stopped.py", name], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=100,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------

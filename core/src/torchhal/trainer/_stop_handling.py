@@ -39,7 +39,12 @@ def stopping_notice(run: RunState) -> str:
     """
     bar = run.progress_bar_callback
     line_break = "" if bar is None else bar.line_break
-    return (line_break or ("\n" if os.isatty(2) else "")) + (_STOPPING_SEARCH if run.is_trial else _STOPPING)
+    return (line_break or ("\n" if os.isatty(2) else "")) + (_STOPPING_SEARCH if _is_search(run) else _STOPPING)
+
+
+def _is_search(run: RunState) -> bool:
+    """Return whether the user has asked for trials, rather than for a fit that is planned."""
+    return run.is_trial and run.auto is None
 
 
 def save_interrupted(run: RunState, signum: int) -> None:
@@ -66,7 +71,8 @@ def log_stop(run: RunState, fn: str, signum: int, *, begun: bool = True, left: i
     if not run.is_global_zero or (run.is_trial and signum == signal.SIGINT):  # its notice has said it
         return
     if run.is_trial:  # whose steps mean nothing to the user
-        run.print(f"torchhal: search stopped on {signal.Signals(signum).name}", file=sys.stderr)
+        what = "search stopped" if _is_search(run) else f"{fn} stopped before its first step,"
+        run.print(f"torchhal: {what} on {signal.Signals(signum).name}", file=sys.stderr)
         return
     where = "" if left is None else f", as rank {left} left at once"
     saved = [callback.interrupted_path for callback in run.checkpoint_callbacks if callback.interrupted_path]
