@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memory_models import MODELS, QUIET, loader, planned_run
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 import torchhal
@@ -485,7 +486,7 @@ def test_planning_and_trying_leave_no_trace(sim: None) -> None:
 # -- batch sizes ------------------------------------------------------------------------------------------------------
 
 
-def fit_with_batch_size(limit: int, samples: int, size: int, tmp: Any = None, **options: Any) -> tuple[Any, Any, int]:
+def fit_with_batch_size(limit: int, samples: int, size: int, waste: int = 0, **options: Any) -> tuple[Any, Any, int]:
     """Return the decision, the sizes of the batches that were trained on, and the peak."""
     from memory_models import PeakOf
 
@@ -497,7 +498,10 @@ def fit_with_batch_size(limit: int, samples: int, size: int, tmp: Any = None, **
     class Watched(MODELS["Deep"]):  # type: ignore[misc, valid-type]
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             sizes.append(len(batch[0]))
-            return super().training_step(batch, batch_idx)  # type: ignore[no-any-return]
+            loss: torch.Tensor = super().training_step(batch, batch_idx)
+            if waste and not isinstance(loss, FakeTensor):  # which a fake step can't see
+                loss = loss + torch.empty(waste * sizes[-1], dtype=torch.uint8, device=loss.device)[:1].sum() * 0
+            return loss
 
     with torchhal_simulator.simulate(devices=1, memory=limit):
         torch.manual_seed(0)
@@ -517,6 +521,13 @@ def test_the_largest_batch_that_fits(sim: None) -> None:
     assert decision["batch_size"] == 1024 and decision["alias"] == "single_device"
     assert sizes[-2:] == [1024] * 2 and peak <= 80_000_000
     assert 2 * 1024 * 24 * 1024 + 25e6 > 80e6 / 1.12, "twice as many would not fit"
+
+
+def test_a_batch_that_runs_out_of_memory_is_halved(sim: None) -> None:
+    said = "a batch of 1024 samples was chosen, but it ran out of memory in its first steps. .* with a batch of 512 "
+    with pytest.warns(UserWarning, match=said):
+        decision, sizes, peak = fit_with_batch_size(80_000_000, 2048, 48, waste=40_000)
+    assert decision["batch_size"] == 512 and sizes[-4:] == [512] * 4 and peak <= 80_000_000
 
 
 def test_no_batch_is_larger_than_the_data(sim: None) -> None:

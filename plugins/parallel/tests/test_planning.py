@@ -275,7 +275,7 @@ def test_what_runs_out_of_memory_on_one_rank_gives_way_on_all(world2):
     assert first == second == "zero2" and changed
     assert silent == [] and said, "rank 0 alone says it"
     assert all(line.count("takes its place") == 1 for line in said) and len(set(said)) == len(said)
-    assert said[-1].endswith("zero2 takes its place")
+    assert said[-1].endswith("strategy 'zero2' takes its place")
 
 
 class Transposed(MODELS["Deep"]):
@@ -298,14 +298,15 @@ def refused():
         warnings.simplefilter("always")
         trainer = Trainer(accelerator="sim", devices=2, max_steps=2, **QUIET)
         trainer.fit(model, DataLoader(data, 64))
-    said = [str(each.message) for each in caught if "strategy='auto' was" in str(each.message)]
+    said = [str(each.message) for each in caught if "was chosen, but" in str(each.message)]
     return trainer._run.auto.decision["name"], said, trainer.global_step
 
 
 def test_what_refuses_the_model_gives_way_too(world2):
     (name, said, steps), (other, _, _) = world2.run(refused, timeout=160)
     assert name == other and name.startswith("hybrid") and steps == 2
-    assert "was zero2, but" in said[0] and "is not contiguous" in said[0] and "takes its place" in said[0]
+    assert said[0].startswith("strategy 'zero2' was chosen, but")
+    assert "is not contiguous" in said[0] and said[0].endswith("takes its place")
 
 
 STOPPED = """

@@ -82,7 +82,7 @@ def plan_strategy(run: RunState, ckpt_path: Any) -> None:
         if planner is not None:
             again = partial(planner.decide_again, decision, why)
             following = _guarded(run, base, again) or default_decision(base)
-        decision = _agree(run, following, f"strategy='auto' was {decision['name']}, but {why}. ")
+        decision = _agree(run, following, f"{_described(run, decision)} was chosen, but {why}. ")
     if decision["name"] != base.strategy.alias and decision["reason"] not in run.said:
         run.said.add(decision["reason"])
         run.announce(f"strategy 'auto': {decision['reason']}")
@@ -102,9 +102,17 @@ def _agree(run: RunState, mine: dict[str, Any] | None, said: str = "") -> dict[s
     if "error" in decision:
         raise InsufficientMemoryError(f"{said}{decision['error']}")
     if said:
-        run.warn_once(f"{said}{decision['name']} takes its place")
+        run.warn_once(f"{said}{_described(run, decision)} takes its place")
     follow(run, decision)
     return decision
+
+
+def _described(run: RunState, decision: Mapping[str, Any]) -> str:
+    """Return what was decided, in words."""
+    assert run.auto is not None
+    size = decision["batch_size"]
+    said = [f"strategy {decision['name']!r}"] if run.auto.request.is_auto_strategy else []
+    return " with ".join([*said, *([f"a batch of {size} samples"] if size else [])])
 
 
 def _least_limit(run: RunState) -> int | None:
