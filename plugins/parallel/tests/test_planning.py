@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import warnings
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import memory_models
 import pytest
@@ -144,6 +144,14 @@ def test_what_counts_batches_keeps_candidates_out_that_share_them(world2):
 
 def reasons():
     """Return why candidates can't be, by name, where 'limit_train_batches' is a number."""
+    with reasons_of_candidates() as seen:
+        train("Transformer", 2, 15_000_000, "auto", limit_train_batches=2)
+    return seen
+
+
+@contextmanager
+def reasons_of_candidates():
+    """Note why candidates can't be, by name, while one after another is looked at as none fits."""
     from torchhal.trainer.planning import _decision
 
     seen, candidates = {}, _decision.candidates
@@ -156,10 +164,9 @@ def reasons():
     _decision.candidates = watched
     try:
         with suppress(InsufficientMemoryError):
-            train("Transformer", 2, 15_000_000, "auto", limit_train_batches=2)
+            yield seen
     finally:
         _decision.candidates = candidates
-    return seen
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "hybrid"])
@@ -218,24 +225,12 @@ def test_data_that_the_ranks_divide_themselves_keeps_sharing_candidates_out(worl
 
 def reasons_with_a_list():
     import torchhal_simulator
-    from torchhal.trainer.planning import _decision
 
     torchhal_simulator.load()
     gc.collect()
-    seen, candidates = {}, _decision.candidates
-
-    def watched(*given):
-        for each in candidates(*given):
-            seen[each.name] = each.reason
-            yield each
-
-    _decision.candidates = watched
     model = MODELS["Transformer"]()
-    try:
-        with torchhal_simulator.simulate(devices=2, memory=15_000_000), suppress(InsufficientMemoryError):
-            Trainer(accelerator="sim", devices=2, max_steps=2, **QUIET).fit(model, memory_models.loader(model))
-    finally:
-        _decision.candidates = candidates
+    with torchhal_simulator.simulate(devices=2, memory=15_000_000), reasons_of_candidates() as seen:
+        Trainer(accelerator="sim", devices=2, max_steps=2, **QUIET).fit(model, memory_models.loader(model))
     return seen
 
 
