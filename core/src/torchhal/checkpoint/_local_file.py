@@ -90,7 +90,11 @@ class LocalPlace(CheckpointLocation):
     def children(self) -> list[CheckpointLocation]:
         try:
             names = os.listdir(self.path)
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError:  # the same where a folder above is none, an error where this is
+            if os.path.lexists(self.path):
+                raise
             return []
         places = (LocalPlace(os.path.join(self.path, name), os.path.join(self.shown, name)) for name in names)
         return [place for place in places if place.is_checkpoint_file()]

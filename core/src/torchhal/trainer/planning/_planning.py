@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import torch
+from torch.nn.parameter import is_lazy
 
 from torchhal import registry
 from torchhal.checkpoint._trainer_format import RUN_KEY
@@ -121,7 +124,7 @@ def _least_limit(run: RunState) -> int | None:
     Every rank gets the same.
     """
     strategy = run.strategy
-    size = sum(map(bytes_of, run.module.parameters()))
+    size = sum(map(bytes_of, _with_shapes(run.module.parameters())))
     mine = _limit(run)
     if mine is not None and size >= mine * _NEGLIGIBLE:
         gc.collect()  # what an earlier fit has left in cycles
@@ -153,8 +156,13 @@ def _limit(run: RunState) -> int | None:
         return None
     if strategy.root_device.type == "cpu":  # which the processes of a node share
         available //= max(1, strategy.num_local_processes(len(run.plan.device_indices)))
-    tensors = {*run.module.parameters(), *run.module.buffers()}
+    tensors = {*_with_shapes(run.module.parameters()), *_with_shapes(run.module.buffers())}
     return available + sum(bytes_of(tensor) for tensor in tensors if tensor.device == strategy.root_device)
+
+
+def _with_shapes(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield those that have a shape: lazy ones get it with the first batch."""
+    return (tensor for tensor in tensors if not is_lazy(tensor))
 
 
 def _builds_later(run: RunState) -> bool:
