@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from torchhal._text_table import format_table
 from torchhal.cli._model_options import MODEL_ARGS_HELP, find_model, parse_model_args
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from torchhal.trainer.planning._measured_steps import MeasuredSteps
 
 EPOCHS: Final = 10
-BATCHES: Final = 1000
-"""Batches of an epoch, read by a model from ``self.trainer``, e.g. for a schedule; without effect on its memory."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -120,6 +118,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
 def _measure(arguments: argparse.Namespace, request: Request, plan: Plan) -> ModelMemory:
     from torchhal.memory_estimate import build_model, model_memory
     from torchhal.trainer._configure_optimizers import configure_optimizers
+    from torchhal.trainer.planning._trained_model import BATCHES
 
     given = parse_model_args(arguments.model_args)
     trainer = _stand_in(request)
@@ -149,6 +148,7 @@ def _stand_in(request: Request) -> Trainer:
     Its batches are only counted.
     """
     from torchhal.trainer import Trainer
+    from torchhal.trainer.planning._trained_model import BATCHES, CountedBatches
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the Plan has given the notes
@@ -162,17 +162,9 @@ def _stand_in(request: Request) -> Trainer:
             enable_model_summary=False,
         )
     trainer.state.fn = "fit"
-    counted: Any = _Batches(range(BATCHES), BATCHES, BATCHES)
+    counted: Any = CountedBatches()
     trainer._run.progress.data = counted
     return trainer
-
-
-class _Batches(NamedTuple):
-    """The fields of ``TrainingData`` that give a model the length of its training."""
-
-    loader: range
-    length: int
-    whole_length: int
 
 
 def _steps(arguments: argparse.Namespace, request: Request, plan: Plan, memory: ModelMemory) -> MeasuredSteps:

@@ -156,7 +156,7 @@ class RunTrainer(Trainer):
         parameters = dict(run.module.named_parameters(remove_duplicate=False))
         for optimizer, groups in zip(found.optimizers, self._names, strict=True):
             replace_parameters(optimizer, groups, parameters, self.strategy.display_name)
-        if run.auto is not None and run.auto.fuses_optimizers:
+        if run.fuses_optimizers:
             fuse(found.optimizers)
         configs = [SchedulerConfig(scheduler=each, interval="step") for each in found.schedulers]
         run.trained_by = trained_by.describe(found.optimizers, configs, run.module)
@@ -172,8 +172,7 @@ class RunTrainer(Trainer):
         self.saved_objects.objects = {}
         if found is None:
             return
-        auto = self._run.auto
-        if auto is not None and auto.fuses_optimizers:
+        if self._run.fuses_optimizers:
             unfuse(found.optimizers)
         parameters = dict(found.module.named_parameters(remove_duplicate=False))
         for optimizer, groups in zip(found.optimizers, self._names, strict=True):

@@ -70,7 +70,7 @@ def dump_checkpoint(run: RunState, *, weights_only: bool = False, alone: bool = 
             _dump_hparams(run, owner, checkpoint)
     if not weights_only:
         optimizer_states = [strategy.optimizer_state(optimizer) for optimizer in strategy.optimizers]
-        if run.auto is not None and run.auto.fuses_optimizers:
+        if run.fuses_optimizers:
             optimizer_states = list(map(as_unfused, optimizer_states))
         checkpoint["optimizer_states"] = optimizer_states
         checkpoint["lr_schedulers"] = [strategy.scheduler_state(config) for config in strategy.lr_scheduler_configs]

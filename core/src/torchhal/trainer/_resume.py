@@ -40,10 +40,9 @@ def choose_accumulation(run: RunState, data: TrainingData) -> None:
     fit, asked = run.progress, run.progress.asked_accumulate
     fit.batch_size = data.items_per_batch
     one = data_parallel_rank(run)[0] * fit.batch_size
-    planned = 1 if run.auto is None else run.auto.batches
-    fit.step_size = asked * one * planned
-    if planned > 1:
-        _accumulate(run, asked * planned)
+    fit.step_size = asked * one * run.planned_batches
+    if run.planned_batches > 1:
+        _accumulate(run, asked * run.planned_batches)
     if (fit.counters_before.get("asked_accumulate"), fit.counters_before.get("batch_size")) == (asked, fit.batch_size):
         fit.step_size = fit.counters_before["step_size"]
         owned = {"owns_accumulation", "owns_step"} & set(run.strategy.features)
@@ -63,7 +62,7 @@ def change_accumulation(run: RunState) -> None:
     The script's own value stays recorded, so that a run continuing from here keeps the size of a step.
     """
     fit = run.progress
-    _accumulate(run, run.accumulate_grad_batches * (1 if run.auto is None else run.auto.batches))
+    _accumulate(run, run.accumulate_grad_batches * run.planned_batches)
     fit.step_size = fit.accumulate * data_parallel_rank(run)[0] * fit.batch_size
 
 
@@ -84,8 +83,7 @@ def _settle_accumulation(run: RunState) -> str:
             f"An optimizer step takes {now} {_items(fit)}, not {before} as before "
             f"(accumulate_grad_batches={fit.accumulate}); the learning rate is left alone. "
         )
-    planned = 1 if run.auto is None else run.auto.batches
-    if fit.accumulate != fit.asked_accumulate * planned:
+    if fit.accumulate != fit.asked_accumulate * run.planned_batches:
         return f"accumulate_grad_batches={fit.accumulate} keeps what an optimizer step takes as it was. "
     return ""
 

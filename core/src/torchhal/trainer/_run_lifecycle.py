@@ -334,7 +334,7 @@ def set_up(
         load_fit_data(run, loop)
         if checkpoint is not None:
             checkpointing.restore_training(run, checkpoint, run.ckpt_path or "", states)
-            if run.auto is not None and run.auto.fuses_optimizers:
+            if run.fuses_optimizers:
                 fuse(strategy.optimizers)  # the states that were loaded say how they stepped then
         rank_consistency.check_settings(run)
     if checkpoint is not None:

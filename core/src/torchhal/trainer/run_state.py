@@ -121,6 +121,16 @@ class RunState(RunSettings, RunOutput):
         self.progress.accumulate = self.progress.asked_accumulate = self.accumulate_grad_batches
         self.settled = True
 
+    @property
+    def fuses_optimizers(self) -> bool:
+        """Whether the planner lets optimizers step by fused kernels."""
+        return self.auto is not None and self.auto.fuses_optimizers
+
+    @property
+    def planned_batches(self) -> int:
+        """Batches of a step for each of the default strategy, where the planner has chosen one of fewer replicas."""
+        return 1 if self.auto is None else self.auto.batches
+
     def replace_plan(self, plan: Plan) -> None:
         """Take the components of another plan, before the model is set up; the strategy of before is torn down."""
         self.plan = plan

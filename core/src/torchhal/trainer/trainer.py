@@ -470,7 +470,7 @@ class Trainer(TrainerProperties):
         optimizers, configs = configure_optimizers(run.module)
         if not optimizers:
             run.warn_once(f"{type(run.module).__name__}.configure_optimizers returned None: nothing is optimized")
-        if run.auto is not None and run.auto.fuses_optimizers:
+        if run.fuses_optimizers:
             fuse(optimizers)
         run.trained_by = trained_by.describe(optimizers, configs, run.module)
         for callback in run.callbacks:

@@ -167,19 +167,24 @@ class Planner:
         return batch_factor(self._default, candidacy.strategy)
 
     def _decision(self, choice: Choice) -> dict[str, Any]:
-        option = choice.chosen.option
         size = self._largest_batch(choice) if self._samples else 0
         grown = size > self._samples
         return {
-            "alias": option.alias,
-            "options": dict(option.options),
-            "name": choice.chosen.name,
-            "fused": choice.chosen.fused,
-            "batches": self._batches(choice.chosen),
+            **self._facts(choice.chosen),
             "reason": choice.reason(),
             "tried": self._is_tried(choice, grown=grown),
             "batch_size": size,
             "limit": self._limit,
+        }
+
+    def _facts(self, candidacy: Candidacy) -> dict[str, Any]:
+        """Return what a decision for a candidate says of it, and what it depends on."""
+        return {
+            "alias": candidacy.option.alias,
+            "options": dict(candidacy.option.options),
+            "name": candidacy.name,
+            "fused": candidacy.fused,
+            "batches": self._batches(candidacy),
             "made_for": self._made_for,
         }
 
@@ -206,17 +211,13 @@ class Planner:
         for option in self._options:
             same = (option.alias, dict(option.options)) == (kept.get("alias"), kept.get("options"))
             if same and option.plan is not None and (kept.get("fused") is not True or self._steps.can_fuse):
+                facts = self._facts(Candidacy(option, kept.get("fused") is True))
                 return {
-                    "alias": option.alias,
-                    "options": dict(option.options),
-                    "name": (name := Candidacy(option, kept.get("fused") is True).name),
-                    "fused": kept.get("fused") is True,
-                    "batches": batch_factor(self._default, option.plan.strategy.value),
-                    "reason": f"{name} is that of the run which is continued",
-                    "batch_size": self._samples,
+                    **facts,
+                    "reason": f"{facts['name']} is that of the run which is continued",
                     "tried": False,
+                    "batch_size": self._samples,
                     "limit": limit,
-                    "made_for": self._made_for,
                 }
         return None
 
